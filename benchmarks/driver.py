@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from fugaku_megatron.config.fields import check
-from fugaku_megatron.host import allocator, kernels
+from fugaku_megatron.host import allocator, kernel_costs, kernels
 from fugaku_megatron.host.machine import (
     clock_ghz,
     cpu_model,
@@ -66,12 +66,12 @@ class Call:
     @property
     def flops(self) -> float:
         """Multiplies and adds counted apart; 0 for a kernel that is bound by memory."""
-        return kernels.table.flops(self.name, *self.args, **self.kwargs)
+        return kernel_costs.flops(self.name, *self.args, **self.kwargs)
 
     @property
     def bytes(self) -> float:
         """Bytes that the call must read and write."""
-        return kernels.table.bytes(self.name, *self.args, **self.kwargs)
+        return kernel_costs.moved_bytes(self.name, *self.args, **self.kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,8 +26,10 @@ from fugaku_megatron.comm.job import run_or_abort
 from fugaku_megatron.config.fields import check
 from fugaku_megatron.host.timing import slowest_seconds
 from fugaku_megatron.observe import schedule_plot
-from fugaku_megatron.pipeline import schedule
-from fugaku_megatron.pipeline.schedule import Instruction, Schedule, build
+from fugaku_megatron.pipeline.executor import execute
+from fugaku_megatron.pipeline.instructions import Instruction
+from fugaku_megatron.pipeline.messages import receives, send_queue
+from fugaku_megatron.pipeline.schedule import Schedule, build
 from fugaku_megatron.pipeline.schedule_names import SCHEDULES
 from fugaku_megatron.pipeline.timeline import Costs, Span, spans, walk
 from fugaku_megatron.text.table import Column
@@ -138,30 +140,28 @@ def draw(path: Path, result: dict[str, Any]) -> None:
 
 
 class Sleeper:
-    """A `schedule.Executor` of one stage that sleeps instead of computing; the next receives of each tag are posted ahead."""
+    """An `Executor` of one stage that sleeps instead of computing; the next receives of each tag are posted ahead."""
 
     def __init__(self, pp: Comm, plan: Schedule, costs: Costs) -> None:
         self.pp = pp
         self.plan = plan
         self.costs = costs
         self.instructions = plan.instructions(pp.rank)
-        self.queue = schedule.send_queue(plan, pp.rank)
+        self.queue = send_queue(plan, pp.rank)
         self.sending: deque[Handle] = deque()
         self.spans: list[Span] = []
         self.begin = pp.broadcast(
             torch.tensor(time.perf_counter(), dtype=torch.float64)
         ).item()  # one clock: that of the node
         self.posted: dict[Instruction, Handle] = {}
-        self.waiting = {
-            tag: iter(receives) for tag, receives in schedule.receives(self.instructions).items()
-        }
+        self.waiting = {tag: iter(waiting) for tag, waiting in receives(self.instructions).items()}
         for _ in range(SCHEDULES[plan.name].receives_ahead):
             for tag in self.waiting:
                 self._post(tag)
 
     def run(self) -> None:
         """Walk the list and wait until everything is sent."""
-        schedule.run(self.instructions, self)
+        execute(self.instructions, self)
         while self.sending:
             self.sending.popleft().wait()
 

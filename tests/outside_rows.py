@@ -16,7 +16,8 @@ from fugaku_megatron.nn.layers import ColumnParallelLinear, Context, Norm, RowPa
 from fugaku_megatron.nn.ops.activation import Functions
 from fugaku_megatron.optim.optimizer import ElementUpdate
 from fugaku_megatron.pipeline.instructions import BACKWARD, FORWARD, Instruction
-from fugaku_megatron.pipeline.schedule import Schedule, with_messages
+from fugaku_megatron.pipeline.messages import with_messages
+from fugaku_megatron.pipeline.schedule import Schedule
 from fugaku_megatron.pipeline.schedule_names import SCHEDULES, ScheduleRow
 
 

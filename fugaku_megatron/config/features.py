@@ -113,13 +113,13 @@ FEATURES: dict[str, Feature] = {
     ),
     INTERLEAVED: Feature(
         meaning="several chunks of layers on a stage",
-        place="pipeline/schedule.py",
+        place="pipeline/instruction_lists.py",
         field="pipeline_schedule",
         value=schedule_names.of_feature(INTERLEAVED),
     ),
     ZERO_BUBBLE: Feature(
         meaning="weight gradients fill the pipeline's bubble",
-        place="pipeline/schedule.py",
+        place="pipeline/instruction_lists.py",
         field="pipeline_schedule",
         value=schedule_names.of_feature(ZERO_BUBBLE),
     ),

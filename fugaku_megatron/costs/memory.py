@@ -16,7 +16,7 @@ from ..config.layout import Layout, placement
 from ..config.model import ACTIVATIONS, MLP_OF_EXPERTS
 from ..config.optimizer import MOMENT_BYTES
 from ..config.run_config import RunConfig
-from ..pipeline.instructions import InFlight
+from ..pipeline.in_flight import InFlight
 from ..pipeline.schedule_names import row
 from .activations import (
     BF16_BYTES,

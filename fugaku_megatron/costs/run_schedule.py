@@ -13,7 +13,7 @@ from functools import lru_cache
 from ..config.layout import Layout, placement
 from ..config.run_config import RunConfig
 from ..pipeline.cuts import SplitCosts, VirtualStageCosts
-from ..pipeline.instructions import InFlight
+from ..pipeline.in_flight import InFlight
 from ..pipeline.placement import Placement
 from ..pipeline.schedule import Schedule
 from ..pipeline.schedule_names import row

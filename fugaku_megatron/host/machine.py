@@ -17,8 +17,9 @@ from ..text.named_files import JsonObject
 from . import allocator, kernels
 from .cgroup import cpu_quota, read_text
 from .energy import Counters
-from .placement import Node, Placement
+from .placement import Placement
 from .timing import best_seconds, seconds
+from .topology import Node
 
 # (CPU implementer, CPU part) of /proc/cpuinfo on AArch64, which has no model name
 _ARM_CPUS = {

@@ -17,7 +17,7 @@ from typing import Any
 from ..comm.grid import Groups
 from ..text.named_files import StrPath
 from ..text.table import Column, text_table
-from . import kernels
+from . import kernel_costs
 from .machine import fma_peak_gflops
 
 VERBS = (
@@ -230,7 +230,7 @@ class Profiler:
             seconds = time.perf_counter() - start
             event = Event(track, prefix + name, start, seconds)
             if track == "kernels":
-                event = replace(event, flops=kernels.table.flops(name, *args, **kwargs))
+                event = replace(event, flops=kernel_costs.flops(name, *args, **kwargs))
             elif track == "schedule":
                 event = replace(event, microbatch=args[0].microbatch, chunk=args[0].model_chunk)
             self.events.append(event)

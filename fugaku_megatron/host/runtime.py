@@ -18,16 +18,9 @@ from ..text.named_files import StrPath
 from . import allocator, kernels, machine
 from .cgroup import cpu_quota
 from .energy import Counters
-from .placement import (
-    Node,
-    Placement,
-    Rank,
-    allowed_memory,
-    cpuset,
-    mapping,
-    place,
-    problems,
-)
+from .placement import Placement, Rank, mapping, place
+from .placement_problems import problems
+from .topology import Node, allowed_memory, cpuset
 
 CLOCK_TOLERANCE = 0.03  # A64FX's clocks are 10 % apart; the measurement's spread is below 1 %
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..comm.agreement import first_rank
 from ..comm.base import Comm
 from ..host.observed import Arguments, Keywords, Observed
-from ..host.placement import format_list
+from ..host.topology import format_list
 from ..optim.flat import FlatParameters
 from .heartbeat import stat_words
 

@@ -25,8 +25,8 @@ from ..host.observed import (
     observe_groups,
     observe_wait,
 )
+from ..pipeline.executor import Executor
 from ..pipeline.instructions import RECEIVES, SENDS, Instruction
-from ..pipeline.schedule import Executor
 from .abft import Checksums
 from .hang_verdict import LISTENERS, Address, Link, open_socket, own_address, parent
 from .heartbeat import Heartbeat

@@ -17,7 +17,7 @@ from typing import Any, cast
 from ..config import span_groups
 from ..config.run_config import RunConfig
 from ..host.observed import INSTRUCTIONS, Arguments, Keywords, Observed
-from ..pipeline.schedule import Executor
+from ..pipeline.executor import Executor
 from .figures import COUNTER, FIGURES, HISTOGRAM, NAMESPACE
 from .iteration_metrics import IterationMetrics
 from .spans import INSTRUCTION_SPANS, PHASE_SPANS, SPANS, TRAIN

@@ -1,4 +1,7 @@
-"""Instructions of a pipeline schedule: an operation, a micro-batch and a model chunk."""
+"""Instructions of a pipeline schedule.
+
+F, B, I and W are forward, backward, and backward's halves: input gradient and weight gradient.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +21,11 @@ RECEIVES = (RECV_FORWARD, RECV_BACKWARD)
 
 @dataclass(frozen=True)
 class Instruction:
-    """Operation `op` for a micro-batch on one model chunk, from 0."""
+    """model_chunk: from 0"""
 
     op: str
     microbatch: int
     model_chunk: int = 0
 
 
-@dataclass(frozen=True)
-class InFlight:
-    """Micro-batches in flight on a stage at one moment, for each model chunk.
-
-    activations: between F and I or B. weight_inputs: between I and W.
-    """
-
-    activations: tuple[int, ...]
-    weight_inputs: tuple[int, ...]
+Instructions = list[Instruction]

@@ -12,7 +12,7 @@ V = "v"  # two model chunks, down the stages and up again
 class ScheduleRow:
     """A pipeline schedule.
 
-    lists: "module:function", (Schedule, stage) -> the stage's list of instructions in an iteration
+    lists: "module:function", (Schedule, stage) -> the stage's instructions in an iteration
     chunks: model chunks per stage; None: as many as the flags say
     needs_chunks: True if these flags are required
     kind: of `Placement`
@@ -40,7 +40,7 @@ class ScheduleRow:
     short: str | None = None
 
 
-_LISTS = "fugaku_megatron.pipeline.schedule"
+_LISTS = "fugaku_megatron.pipeline.instruction_lists"
 ONE_F_ONE_B = "1f1b"
 INTERLEAVED = "interleaved"
 ZB_H1 = "zb-h1"

@@ -190,7 +190,7 @@ def _route(placement: Placement, stage: int, op: str, chunk: int) -> Route:
 
 
 class _Simulation:
-    """Simulation of all stages. A stage prefers I after F and F otherwise, because others wait for both, and fills gaps with W."""
+    """A stage prefers I after F and F otherwise, because others wait for both, and fills gaps with W."""
 
     def __init__(self, placement: Placement, microbatches: int, limit: int, policy: Policy) -> None:
         self.placement = placement

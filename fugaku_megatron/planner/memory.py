@@ -26,7 +26,7 @@ from ..costs.stages import (
     virtual_stage_sizes,
     whole_layers,
 )
-from ..pipeline.instructions import InFlight
+from ..pipeline.in_flight import InFlight
 from ..pipeline.placement import Placement
 from ..pipeline.schedule import Schedule
 from ..pipeline.schedule_names import row

@@ -28,9 +28,10 @@ from ..costs.stages import (
     virtual_stage_recompute_groups,
     whole_layers,
 )
-from ..pipeline import schedule
 from ..pipeline.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
-from ..pipeline.timeline import Costs, makespan
+from ..pipeline.makespan import makespan
+from ..pipeline.schedule import Schedule
+from ..pipeline.timeline import Costs
 from . import memory, software, work
 from .cost import Network, Rank, Seconds, exposed, quantized_bytes
 from .software import Parameters, Software
@@ -55,9 +56,7 @@ FAR = 2.0  # doublings of group size and bytes from which a fitted row gives no 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Modelled iteration.
-
-    lower, upper: bounds for nine in ten runs
+    """lower, upper: bounds for nine in ten runs
     slow_network: seconds with large all-reduces at the pessimistic rate, if there is one
     """
 
@@ -76,7 +75,7 @@ class Prediction:
 @dataclass(frozen=True, kw_only=True)
 class Step:
     slowest: Seconds  # one micro-batch, forward and backward, of the stage that takes longest
-    schedule: schedule.Schedule
+    schedule: Schedule
     costs: Costs  # of one micro-batch on every stage
     pipeline: float  # all micro-batches, the schedule's critical path
     pipeline_least: float  # all stages always busy, or one micro-batch down and up all stages, whichever is more
@@ -255,7 +254,7 @@ def _stage_seconds(chunks: Sequence[PhaseSeconds]) -> PhaseSeconds:
     return forward, backward, weights
 
 
-def _costs(lists: schedule.Schedule, seconds: Sequence[PhaseSeconds], transfer: float) -> Costs:
+def _costs(lists: Schedule, seconds: Sequence[PhaseSeconds], transfer: float) -> Costs:
     where = lists.placement
     by_stage = [
         [seconds[where.virtual_stage(stage, chunk)] for chunk in range(where.model_chunks)]
@@ -276,7 +275,7 @@ def _exposed(
     run: RunConfig,
     layout: Layout,
     network: Network,
-    lists: schedule.Schedule,
+    lists: Schedule,
     stages: Sequence[PhaseSeconds],
 ) -> float:
     """Return a stage's longest wait for reductions and gathers, in seconds per iteration.

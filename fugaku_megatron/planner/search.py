@@ -38,7 +38,7 @@ PENDING = (1.5, 2)  # micro-batches per stage to try for zero-bubble schedules, 
 
 
 class Order(NamedTuple):
-    """Schedule to try. pending: --zero-bubble-max-pending-backward."""
+    """pending: --zero-bubble-max-pending-backward."""
 
     name: str
     chunks: int
@@ -47,7 +47,7 @@ class Order(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Schedule for a run. seconds: per iteration."""
+    """seconds: per iteration."""
 
     run: RunConfig
     seconds: float
@@ -161,9 +161,7 @@ RAMP_BATCH = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Layout that runs.
-
-    seconds: per iteration; least_seconds: without a bubble
+    """seconds: per iteration; least_seconds: without a bubble
     memory_mib: on the fullest rank
     """
 

@@ -20,9 +20,7 @@ UNKNOWN_GFLOPS = 100.0  # of a rank without measured matmuls
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes of a case.
-
-    rows x cols: element-wise kernels
+    """rows x cols: element-wise kernels
     m, n, k: matmuls
     s: tokens of attention
     words: vocabulary
@@ -41,9 +39,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Sizes of the measurements.
-
-    sizes: square matmuls; cold_bytes: all their operands
+    """sizes: square matmuls; cold_bytes: all their operands
     lengths: sequences of attention
     triad, elements: vectors of STREAM and of the optimizer
     elementwise: memory-bound kernels
@@ -90,9 +86,7 @@ SHRUNK = Scale(
 
 @dataclass(kw_only=True)
 class Context:
-    """The ranks and the time of a report.
-
-    seconds: for the current section
+    """seconds: for the current section
     free: bytes of node memory at the start
     save: directory for checkpoints; None: the system's temporary directory
     compute: this rank's kernel measurements

@@ -2,7 +2,7 @@
 
 A case builds one kernel's arguments from fixed numbers, so that every machine computes the same.
 `compared` runs it on the target in use and on the scalar reference; `elementwise_rates` times it
-beyond the caches. All ranks compute at the same time, as in training.
+beyond the caches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..calibration import calibrate, host_kernels
-from ..host import kernels
+from ..host import kernel_costs, kernels
 from ..host.allocator import peak_memory_mib
 from ..host.machine import clock_ghz, fma_peak_gflops, triad_gbs
 from ..host.timing import best_seconds
@@ -207,7 +207,7 @@ def elementwise_rates(sizes: Sizes, triad_gbs: float, rounds: int) -> list[JsonO
         given = arguments(name, torch.float32, sizes)
         call = getattr(kernels, name)
         seconds = best_seconds([partial(call, *given)], rounds)
-        rate = kernels.table.bytes(name, *given) / seconds / 1e9
+        rate = kernel_costs.moved_bytes(name, *given) / seconds / 1e9
         rows.append({"kernel": name, "gbs": rate, "of_triad": rate / triad_gbs})
     return rows
 

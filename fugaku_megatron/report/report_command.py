@@ -12,30 +12,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
-import signal
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
 
 from ..cli.output_files import check_file
 from ..config.fields import check
 from ..start import environment
-from ..text.named_files import JsonObject
-from . import record
-
-if TYPE_CHECKING:
-    from ..comm.base import Comm
-    from .context import Context
-
-NAMES = tuple(record.SHARES)
-MOST_RANKS_ALONE = 4  # that are started where a node has one NUMA domain
-GIB_OF_RANK = 4.0  # memory that a rank should find
-PROBE = "from mpi4py import MPI; import sys; sys.exit(MPI.COMM_WORLD.size != 2)"
-PROBE_SECONDS = 60
+from .budget import NAMES
+from .compare import compared
+from .start_ranks import restart_with_ranks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,11 +88,12 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 def main(args: argparse.Namespace) -> int:
     if args.compare:
-        print(record.compared(*args.compare))
+        print(compared(*args.compare))
         return 0
     check_arguments(args)
     from ..comm.base import SoloComm
     from ..comm.job import run_or_abort
+    from .measure import measure
 
     launched = bool(environment.processes()[0])
     kernels_alone = set(args.only or NAMES) <= {"host", "kernels"}
@@ -116,191 +101,3 @@ def main(args: argparse.Namespace) -> int:
         restart_with_ranks(args)
     run_or_abort(lambda world: measure(world, args), None if launched else SoloComm())
     return 0
-
-
-# Starting ranks -------------------------------------------------------------------------------------------------------------------
-
-
-def default_ranks() -> int:
-    """Return a rank for each NUMA domain with cores of this process, or a power of two on one
-    domain, as memory allows.
-    """
-    from ..host import allocator, cgroup, placement
-
-    node = placement.Node.read()
-    mask = sorted(os.sched_getaffinity(0))
-    quota = cgroup.cpu_quota()
-    cores = len(node.cores(mask))
-    limit = min(cores, int(quota or cores), int(allocator.free_bytes() / 2**30 / GIB_OF_RANK))
-    if len(node.parts(mask)) > 1:
-        return max(1, min(placement.proposed_ranks(node, [mask], os.environ, quota), limit))
-    return max((power for power in (1, 2, MOST_RANKS_ALONE) if power <= limit), default=1)
-
-
-def restart_with_ranks(args: argparse.Namespace) -> None:
-    """Become mpiexec with this command; return for one rank or without a working MPI."""
-    ranks = default_ranks() if args.ranks is None else args.ranks
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    mpiexec = shutil.which("mpiexec", path=path)
-    if ranks == 1 or mpiexec is None:
-        why = "no mpiexec was found"
-        if args.ranks:
-            why = "--ranks 1"
-        elif ranks == 1:
-            why = "one core"
-        record.progress(f"one rank: {why}")
-        return
-    start = [mpiexec, *launcher_options(mpiexec)]
-    try:
-        probe = subprocess.run(
-            [*start, "-n", "2", sys.executable, "-c", PROBE],
-            capture_output=True,
-            timeout=PROBE_SECONDS,
-        )
-        works = probe.returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        works = False
-    if not works:
-        check(
-            args.ranks is None,
-            f"--ranks {args.ranks}: mpiexec does not start ranks with mpi4py here: repair MPI, or leave --ranks out",
-        )
-        record.progress("one rank: mpiexec does not start ranks with mpi4py here")
-        return
-    paths = (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    record.progress(f"starting {ranks} ranks by mpiexec")
-    os.execv(
-        mpiexec,
-        [*start, "-n", str(ranks), sys.executable, "-m", "fugaku_megatron", "report", *words(args)],
-    )
-
-
-def launcher_options(mpiexec: str) -> list[str]:
-    """Return options for Open MPI, which otherwise binds a rank to one core."""
-    done = subprocess.run(
-        [mpiexec, "--version"],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
-    return ["--bind-to", "none"] if "Open MPI" in done.stdout or "OpenRTE" in done.stdout else []
-
-
-def words(args: argparse.Namespace) -> list[str]:
-    line = ["--output", str(args.output), "--minutes", str(args.minutes)]
-    if args.only:
-        line += ["--only", *args.only]
-    if args.save:
-        line += ["--save", str(args.save)]
-    if args.with_names:
-        line.append("--with-names")
-    if args.shrunk:
-        line.append("--shrunk")
-    return line
-
-
-# Measuring ------------------------------------------------------------------------------------------------------------------------
-
-
-def sections() -> dict[str, Callable[[Context], JsonObject]]:
-    """Return name -> function for every rank, in the report's order."""
-    from ..host.machine import facts
-    from . import communication, kernel_rates, layers, storage, training
-
-    def host_section(context: Context) -> JsonObject:
-        found = context.world.all_gather_object(
-            {**facts(), "mapping": context.mapping} if context.nodes.leads else None
-        )
-        return {"nodes": [node for node in found if node]}
-
-    return {
-        "host": host_section,
-        "kernels": kernel_rates.kernel_section,
-        "communication": communication.communication_section,
-        "training": training.training_section,
-        "layers": layers.layers_section,
-        "storage": storage.storage_section,
-    }
-
-
-def measure(world: Comm, args: argparse.Namespace) -> None:
-    """Measure and write section by section. Collective."""
-    from .findings import findings, text
-    from .hours import hours
-    from .page import page
-
-    budget = record.Budget(args.minutes)
-    report = None
-    if world.rank == 0:
-        report = record.Record(args.output, budget, {".html": page, ".txt": text}, args.with_names)
-        report.write()
-        end_with_signal(report)
-    context = make_context(world, args)
-    chosen = [name for name in NAMES if name in (args.only or NAMES)]
-    for number, name in enumerate(chosen):
-        result = one_section(context, budget, chosen, number)
-        if report:
-            found = report.data["sections"]
-            found[name] = result
-            report.data |= {"findings": findings(found), "hours": hours(found)}
-            if context.machine:
-                report.data["machine"] = context.machine
-            report.write()
-    if report:
-        report.end("finished", complete=True)
-        shown = args.output.with_suffix(".txt")
-        print(shown.read_text(encoding="utf-8"), end="")
-        print(f"wrote {args.output}, {args.output.with_suffix('.html')} and {shown}")
-
-
-def make_context(world: Comm, args: argparse.Namespace) -> Context:
-    """Set up this rank as for a training run. Collective."""
-    from ..comm.agreement import find_nodes
-    from ..host import allocator, runtime
-    from ..host.energy import Counters
-    from .context import SHRUNK, Context, Scale
-
-    nodes = find_nodes(world)
-    before = os.sched_getaffinity(0)
-    _, *mapping = runtime.init(world, nodes=nodes).splitlines()  # the first line names the host
-    pinned = os.sched_getaffinity(0) != before
-    return Context(
-        world=world,
-        nodes=nodes,
-        scale=SHRUNK if args.shrunk else Scale(),
-        pinned=pinned,
-        mapping=mapping,
-        save=args.save,
-        free=allocator.free_bytes(),
-        energy=Counters.find() if nodes.leads else Counters(""),
-    )
-
-
-def one_section(
-    context: Context, budget: record.Budget, chosen: list[str], number: int
-) -> JsonObject:
-    """Measure a section within its time, which rank 0 decides. Collective."""
-    import time
-
-    name = chosen[number]
-    following = tuple(chosen[number + 1 :])
-    context.seconds = context.agreed(budget.of(name, following))
-    context.begin = time.monotonic()
-    if context.world.rank == 0:
-        record.progress(
-            f"{number + 1}/{len(chosen)} {name}, up to {record.clock(context.seconds)}; "
-            f"{record.clock(budget.used)} used, at most {record.clock(budget.left)} left"
-        )
-    result = sections()[name](context)
-    return {**result, "seconds": time.monotonic() - context.begin}
-
-
-def end_with_signal(report: record.Record) -> None:
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        report.end(f"ended by {signal.Signals(number).name}", complete=False)
-        record.progress(f"ended by {signal.Signals(number).name}; {report.path} is partial")
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, end)

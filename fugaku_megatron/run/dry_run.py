@@ -22,7 +22,9 @@ from ..costs.run_schedule import recomputed_layers
 from ..costs.stages import stage_layers
 from ..costs.vocabulary import padded_vocab_size
 from ..data.chat_dataset import lost_lines, packing_lines
-from ..host import placement
+from ..host.placement import map_ranks, rank_line
+from ..host.placement_problems import problems
+from ..host.topology import Node
 from ..nn.model import Stage
 from ..nn.ops import Ops
 from ..observe.memory import PROCESS_BYTES
@@ -205,15 +207,15 @@ def _frozen_copies(run: RunConfig, layout: Layout) -> list[str]:
     ]
 
 
-def cores(node: placement.Node, root: str, world_size: int, rank_bytes: int) -> list[str]:
-    ranks = placement.map_ranks(node, min(world_size, len(node.domains)), rank_bytes)
+def cores(node: Node, root: str, world_size: int, rank_bytes: int) -> list[str]:
+    ranks = map_ranks(node, min(world_size, len(node.domains)), rank_bytes)
     start = f"mpiexec -n {len(ranks)}"
     if world_size > len(ranks):
         start = f"{-(-world_size // len(ranks))} nodes, {_count(len(ranks), 'rank')} a node"
     return [
         f"a node of {root}: {node.describe()}; {world_size} ranks: {start}",
-        *(f"  {placement.rank_line(node, rank)}" for rank in ranks),
-        *(f"  note: {line}" for line in placement.problems(node, ranks, {})),
+        *(f"  {rank_line(node, rank)}" for rank in ranks),
+        *(f"  note: {line}" for line in problems(node, ranks, {})),
     ]
 
 
@@ -221,7 +223,7 @@ def report(
     run: RunConfig, world_size: int, png: str | None = None, sys_root: str | None = None
 ) -> str:
     """Return the plan as text, and draw the pipeline over time into `png`."""
-    node = placement.Node.read(sys_root) if sys_root else None
+    node = Node.read(sys_root) if sys_root else None
     plan = Plan.of(run, world_size).resolve(MachineLimits())
     stages = [plan_stage(plan, stage) for stage in range(plan.layout.pp)]
     totals = [stage.memory.total for stage in stages]

@@ -14,8 +14,9 @@ from ..nn.deferred_gradients import Waiting
 from ..nn.forward_context import Pass
 from ..nn.model import Stage
 from ..nn.ops import backward
-from ..pipeline import schedule
+from ..pipeline.executor import Executor, execute
 from ..pipeline.instructions import Instruction
+from ..pipeline.messages import receives, send_queue
 from ..pipeline.schedule import Schedule
 from ..pipeline.schedule_names import row
 from .micro_batches import MicroBatchWindow
@@ -52,7 +53,7 @@ class StepExecutor:
         pp: Comm,
         batches: MicroBatchWindow,
         shape: StepShape,
-        watch: Callable[[schedule.Executor], schedule.Executor] | None = None,
+        watch: Callable[[Executor], Executor] | None = None,
     ) -> None:
         self.stage = stage
         self.chunks = stage.chunks
@@ -74,14 +75,12 @@ class StepExecutor:
     def run(self, lists: Schedule) -> list[Tensor]:
         """Run this rank's instructions; return micro-batch losses () in data order, on the last stage; empty elsewhere."""
         instructions = lists.instructions(self.pp.rank)
-        self._sends_under_way = schedule.send_queue(lists, self.pp.rank)
-        self._to_receive = {
-            tag: deque(waiting) for tag, waiting in schedule.receives(instructions).items()
-        }
+        self._sends_under_way = send_queue(lists, self.pp.rank)
+        self._to_receive = {tag: deque(waiting) for tag, waiting in receives(instructions).items()}
         for _ in range(row(lists.name).receives_ahead):
             for tag in self._to_receive:
                 self._receive_ahead(tag)
-        schedule.run(instructions, self.watched)
+        execute(instructions, self.watched)
         while self._sending:
             self._sending.popleft().wait()
         return [self.losses[index] for index in sorted(self.losses)]

@@ -43,7 +43,8 @@ from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops
 from ..nn.parameter import PARAMETER_DTYPES
 from ..optim.optimizer import Optimizer
-from ..pipeline import schedule
+from ..pipeline.executor import Executor
+from ..pipeline.schedule import Schedule
 from ..text.named_files import JsonObject
 from . import expert_counts
 from .micro_batches import MicroBatchWindow, RunBatches, Source
@@ -54,7 +55,7 @@ from .step import StepExecutor, StepShape
 WEIGHTS = (WEIGHT,)
 MOMENTS = ("exp_avg/", "exp_avg_sq/")
 
-Watch = Callable[[schedule.Executor], schedule.Executor]
+Watch = Callable[[Executor], Executor]
 
 
 def _no_phase(name: str, **attributes: float) -> AbstractContextManager[object]:
@@ -158,7 +159,7 @@ class Trainer:
     progress: Progress = field(default_factory=Progress)
     ops: Ops = field(default_factory=Ops.build)
     watch: Watch | None = None
-    make_schedule: Callable[[RunConfig, int], schedule.Schedule] = run_schedule.build_schedule
+    make_schedule: Callable[[RunConfig, int], Schedule] = run_schedule.build_schedule
     readers: ReaderGroup | None = None
     waiting_for_data: Callable[[], AbstractContextManager[None]] = nullcontext
     before_update: Callable[[int, float], float] | None = None
@@ -201,7 +202,7 @@ class Trainer:
     def _execute(
         self,
         samples: GlobalBatch,
-        lists: schedule.Schedule,
+        lists: Schedule,
         factor: float,
         training: bool,
         stage: Stage | None = None,
@@ -346,7 +347,7 @@ class Trainer:
         self._shift = shift
         source = self.batches.open(self.train, consumed, self.batch_size, self.skips.samples)
 
-        def both(executor: schedule.Executor) -> schedule.Executor:
+        def both(executor: Executor) -> Executor:
             watched = own(executor) if own else executor
             return watch(watched) if watch else watched
 

@@ -24,7 +24,7 @@ from fugaku_megatron.costs.stages import (
     stage_records,
     virtual_stage_recompute_groups,
 )
-from fugaku_megatron.host import kernels
+from fugaku_megatron.host import kernel_costs, kernels
 from fugaku_megatron.host.observed import Observed
 from fugaku_megatron.nn.forward_context import Pass
 from fugaku_megatron.nn.ops import FAMILIES, Ops
@@ -94,7 +94,7 @@ def check_quantized(run: RunConfig) -> None:
         if name == "pack_weight":
             packed += args[0].numel() * is_int8
         else:
-            computed[is_int8] += kernels.table.flops(name, *args)
+            computed[is_int8] += kernel_costs.flops(name, *args)
         return function(*args, **kwargs)
 
     library = Observed(kernels, (*MATMULS, "pack_weight"), observe)

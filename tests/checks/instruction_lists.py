@@ -5,14 +5,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fugaku_megatron.config.layout import placement
-from fugaku_megatron.pipeline import schedule
 from fugaku_megatron.pipeline.instructions import BACKWARD, FORWARD, Instruction
+from fugaku_megatron.pipeline.messages import with_messages
+from fugaku_megatron.pipeline.schedule import Schedule
 
-Make = Callable[[schedule.Schedule, int], list[Instruction]]
+Make = Callable[[Schedule, int], list[Instruction]]
 
 
 @dataclass(frozen=True)
-class Custom(schedule.Schedule):
+class Custom(Schedule):
     """Schedule with other lists than the named schedules. make: from schedule and stage"""
 
     make: Make | None = None
@@ -26,7 +27,7 @@ def custom(make: Make):
     return lambda run, microbatches: Custom("interleaved", placement(run), microbatches, make=make)
 
 
-def shuffled(lists: schedule.Schedule, stage: int, seed: int = 3) -> list[Instruction]:
+def shuffled(lists: Schedule, stage: int, seed: int = 3) -> list[Instruction]:
     """Return all forwards in a random order that every stage shares, then all backwards in another: no cycle of waits."""
     generator = random.Random(seed)
     microbatches = lists.microbatches
@@ -35,4 +36,4 @@ def shuffled(lists: schedule.Schedule, stage: int, seed: int = 3) -> list[Instru
     order = [Instruction(FORWARD, m) for m in forwards] + [
         Instruction(BACKWARD, m) for m in backwards
     ]
-    return schedule.with_messages(lists.placement, stage, order)
+    return with_messages(lists.placement, stage, order)

@@ -1,8 +1,6 @@
 """Servers as sysfs describes them."""
 
-from fugaku_megatron.host.placement import (
-    format_list,
-)
+from fugaku_megatron.host.topology import format_list
 
 
 def _write(path, text):

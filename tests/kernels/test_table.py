@@ -12,7 +12,7 @@ import torch
 
 from fugaku_megatron.costs.attention import ATTENTION_BACKWARD_SHARE, causal_attention_flops
 from fugaku_megatron.costs.layers import layer_records
-from fugaku_megatron.host import kernels
+from fugaku_megatron.host import kernel_costs, kernels
 from tests.helpers import small_run
 from tests.kernels.numbers import assert_refused
 
@@ -92,29 +92,29 @@ def test_a_calls_sizes_and_costs_follow_from_its_shapes(name, dtype):
     row = ROWS[name]
     sizes = dict(zip(row["sizes"], PRIMES, strict=False))
     arguments = example(row, sizes, dtype)
-    seen = kernels.table.sizes(name, *arguments)
+    seen = kernel_costs.sizes(name, *arguments)
     assert {symbol: seen[symbol] for symbol in sizes} == sizes
     flops, moved = kernels.table.cost(
         name, **sizes, e=seen["e"], e_out=seen["e_out"], e_avg=seen["e"], e_sq=seen["e"]
     )
-    assert (kernels.table.flops(name, *arguments), kernels.table.bytes(name, *arguments)) == (
+    assert (kernel_costs.flops(name, *arguments), kernel_costs.moved_bytes(name, *arguments)) == (
         flops,
         moved,
     )
     assert moved > 0 and flops == eval(row["flops"], {}, sizes)
     by_name = dict(zip(signature(name), arguments, strict=False))
-    assert kernels.table.bytes(name, **by_name) == moved
+    assert kernel_costs.moved_bytes(name, **by_name) == moved
 
 
 def test_leading_dimensions_fold_into_rows():
     x = torch.empty(2, 3, 5)
     y = torch.empty(2, 3, 5)
     assert (
-        kernels.table.sizes("activate", x, None, y).items()
+        kernel_costs.sizes("activate", x, None, y).items()
         >= {"rows": 6, "cols": 5, "e": 4, "e_out": 4}.items()
     )
-    assert kernels.table.sizes("squared_norm", torch.empty(2, 3, 5))["n"] == 30
-    assert kernels.table.sizes("activate", torch.empty(5), None, torch.empty(5))["rows"] == 1
+    assert kernel_costs.sizes("squared_norm", torch.empty(2, 3, 5))["n"] == 30
+    assert kernel_costs.sizes("activate", torch.empty(5), None, torch.empty(5))["rows"] == 1
 
 
 def test_operands_that_are_not_given_cost_nothing():
@@ -122,15 +122,15 @@ def test_operands_that_are_not_given_cost_nothing():
     sums = torch.empty(8)
     n = torch.empty(16)
     both, no_dx = (
-        kernels.table.bytes("bias_dropout_add_backward", x, dx, sums)
+        kernel_costs.moved_bytes("bias_dropout_add_backward", x, dx, sums)
         for dx in (torch.empty_like(x), None)
     )
     assert both - no_dx == x.nbytes
-    plain = kernels.table.bytes("adamw", n, n, n, n, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1)
-    copied = kernels.table.bytes(
+    plain = kernel_costs.moved_bytes("adamw", n, n, n, n, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1)
+    copied = kernel_costs.moved_bytes(
         "adamw", n, n, n, n, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1, copy=n.bfloat16()
     )
-    half = kernels.table.bytes(
+    half = kernel_costs.moved_bytes(
         "adamw", n, n, n.bfloat16(), n.bfloat16(), 1e-3, 0.9, 0.99, 1e-8, 0.0, 1
     )
     assert (plain, copied, half) == (28 * 16, 30 * 16, 20 * 16)
@@ -150,8 +150,8 @@ def test_attention_is_counted_as_accounting_counts_it(b, heads, groups, s, d, wi
     edges = (distance == 0).sum() + (distance == (window or s)).sum()
     forward = causal_attention_flops(b * heads, s, d, window)
     assert forward == 4 * b * heads * d * (seen.sum() - edges / 2)
-    assert kernels.table.flops("attention_forward", qkv, out, lse, window=window) == forward
-    backward = kernels.table.flops("attention_backward", qkv, out, lse, out, qkv, window=window)
+    assert kernel_costs.flops("attention_forward", qkv, out, lse, window=window) == forward
+    backward = kernel_costs.flops("attention_backward", qkv, out, lse, out, qkv, window=window)
     assert backward == ATTENTION_BACKWARD_SHARE * forward
 
 
@@ -162,37 +162,39 @@ def test_linear_layers_are_counted_as_accounting_counts_them():
             x = torch.empty(m, k)
             weight = torch.empty(n, k)
             grad = torch.empty(m, n)
-            assert kernels.table.flops("linear_forward", x, weight, grad) == record.flops_forward
+            assert kernel_costs.flops("linear_forward", x, weight, grad) == record.flops_forward
             backward = (
-                kernels.table.flops("linear_data_gradient", grad, weight, x),
-                kernels.table.flops("linear_weight_gradient", grad, x, weight),
+                kernel_costs.flops("linear_data_gradient", grad, weight, x),
+                kernel_costs.flops("linear_weight_gradient", grad, x, weight),
             )
             assert sum(backward) == record.flops_backward
 
 
 def test_wrong_shapes_and_sizes_are_value_errors():
-    table = kernels.table
-    assert table.flops("set_num_threads", 3) == table.bytes("active") == 0, (
+    assert kernel_costs.flops("set_num_threads", 3) == kernel_costs.moved_bytes("active") == 0, (
         "what is not a kernel costs nothing"
     )
     assert_refused(
         [
-            (lambda: table.sizes("active"), "no kernel of the table is called active"),
-            (lambda: table.cost("active"), "no kernel of the table is called active"),
+            (lambda: kernel_costs.sizes("active"), "no kernel of the table is called active"),
+            (lambda: kernels.table.cost("active"), "no kernel of the table is called active"),
             (
-                lambda: table.flops(
+                lambda: kernel_costs.flops(
                     "linear_forward", torch.empty(4, 6), torch.empty(5, 7), torch.empty(4, 5)
                 ),
                 r"linear_forward: expected shapes x \(m, k\), weight \(n, k\), out \(m, n\), got a dimension of 7 instead of 6",
             ),
             (
-                lambda: table.flops("linear_forward", torch.empty(4), torch.empty(5, 6)),
+                lambda: kernel_costs.flops("linear_forward", torch.empty(4), torch.empty(5, 6)),
                 "got x with 1 dimensions",
             ),
-            (lambda: table.flops("linear_forward", torch.empty(4, 6)), "got none that tells n"),
-            (lambda: table.cost("activate", rows=3), "sizes: expected cols, got none"),
             (
-                lambda: table.cost("activate", rows=3, cols=4, depth=3),
+                lambda: kernel_costs.flops("linear_forward", torch.empty(4, 6)),
+                "got none that tells n",
+            ),
+            (lambda: kernels.table.cost("activate", rows=3), "sizes: expected cols, got none"),
+            (
+                lambda: kernels.table.cost("activate", rows=3, cols=4, depth=3),
                 "sizes: expected symbols of kernels.inc, got depth",
             ),
         ]

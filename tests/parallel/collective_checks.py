@@ -18,7 +18,8 @@ import torch
 from fugaku_megatron.comm import mpi, node, two_level
 from fugaku_megatron.comm.base import COMM_DTYPES, HALF, rank_order_sum
 from fugaku_megatron.comm.job import describe, run_or_abort
-from fugaku_megatron.host import kernels, placement, runtime
+from fugaku_megatron.host import kernels, runtime
+from fugaku_megatron.host.topology import Node
 
 LENGTHS = (0, 1, 5, 64, 1003)
 
@@ -425,9 +426,7 @@ def chunks_of_shared_memory(comm):
 def run_node(world):
     """Check that shared memory works and starts no thread."""
     torch.empty(2**20).zero_()  # this thread's own OpenMP threads
-    world.engine.call(
-        lambda: runtime.apply_to_communication(runtime.Placement(1, ()), placement.Node.read())
-    )
+    world.engine.call(lambda: runtime.apply_to_communication(runtime.Placement(1, ()), Node.read()))
     shared = node.share_node(world, kernels)
     assert type(shared) is node.NodeComm
     threads = len(os.listdir("/proc/self/task"))

@@ -17,16 +17,12 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs.memory import stage_memory
 from fugaku_megatron.data import indexed
 from fugaku_megatron.observe import loss_plot
-from fugaku_megatron.pipeline.instructions import InFlight
+from fugaku_megatron.pipeline.in_flight import InFlight
 from fugaku_megatron.run import start as start_module
 from fugaku_megatron.run.dry_run import report
 from fugaku_megatron.run.loop import DIVERGED_STEPS
 from fugaku_megatron.start.exit_codes import ExitCode
-from tests.checks.session import (
-    Writer,
-    run,
-    session,
-)
+from tests.checks.session import Writer, run, session
 from tests.helpers import largest_file, make_trainer, one_error, small_run, whole_tensors
 from tests.recording import RecordingComm
 from tests.threads import ThreadWorld

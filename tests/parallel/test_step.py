@@ -11,7 +11,7 @@ import torch
 from fugaku_megatron.host.observed import Observed
 from fugaku_megatron.nn.forward_context import Pass
 from fugaku_megatron.nn.ops import FAMILIES, Ops, backward
-from fugaku_megatron.pipeline import schedule
+from fugaku_megatron.pipeline.instruction_lists import one_f_one_b
 from fugaku_megatron.pipeline.instructions import (
     BACKWARD,
     FORWARD,
@@ -20,6 +20,8 @@ from fugaku_megatron.pipeline.instructions import (
     SENDS,
     Instruction,
 )
+from fugaku_megatron.pipeline.messages import with_messages
+from fugaku_megatron.pipeline.schedule import Schedule
 from fugaku_megatron.pipeline.schedule_names import ZERO_BUBBLE_RECEIVES
 from tests.checks.instruction_lists import custom, shuffled
 from tests.helpers import (
@@ -35,7 +37,7 @@ from tests.helpers import (
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
 
 
-def ahead(lists: schedule.Schedule, stage: int, extra: int = 2) -> list[Instruction]:
+def ahead(lists: Schedule, stage: int, extra: int = 2) -> list[Instruction]:
     """Return 1F1B with forwards `extra` micro-batches further ahead."""
     microbatches = lists.microbatches
     fill = min(lists.placement.stages - stage - 1 + extra, microbatches)
@@ -44,7 +46,7 @@ def ahead(lists: schedule.Schedule, stage: int, extra: int = 2) -> list[Instruct
         if fill + m < microbatches:
             order.append(Instruction(FORWARD, fill + m))
         order.append(Instruction(BACKWARD, m))
-    return schedule.with_messages(lists.placement, stage, order)
+    return with_messages(lists.placement, stage, order)
 
 
 def micro_batch_losses(world, run, make) -> list[list[torch.Tensor]]:
@@ -75,7 +77,7 @@ def test_every_micro_batch_has_the_same_loss_to_the_bit(layout, make):
     """Dropout is on, so masks are the same, too. The learning rate is too small to move a weight: the order of the sums of
     gradients changes their last bits, which must neither hide nor feign a difference."""
     flags = {**DROPOUT, "lr": 1e-30, "weight_decay": 0.0}
-    expected = run_layout(layout, micro_batch_losses, flags, schedule.one_f_one_b)
+    expected = run_layout(layout, micro_batch_losses, flags, one_f_one_b)
     losses = run_layout(layout, micro_batch_losses, flags, make)
     assert any(len(part) for rank in expected for part in rank)
     for ours, theirs in zip(losses, expected, strict=True):
@@ -89,8 +91,7 @@ def test_forwards_that_run_ahead_train_to_the_same_bits():
         return [result.loss for result in train(world, run, 3, make_schedule=custom(make))]
 
     expected, ours = (
-        run_layout("tp2 pp2 dp2 zero", curve, DROPOUT, make)[0]
-        for make in (schedule.one_f_one_b, ahead)
+        run_layout("tp2 pp2 dp2 zero", curve, DROPOUT, make)[0] for make in (one_f_one_b, ahead)
     )
     assert ours == expected
 
@@ -104,7 +105,7 @@ def test_a_shuffled_order_has_the_same_gradients_but_for_rounding(layout):
         return whole_tensors(trainer, "grad")
 
     expected, ours = (
-        run_layout(layout, gradients, DROPOUT, make)[0] for make in (schedule.one_f_one_b, shuffled)
+        run_layout(layout, gradients, DROPOUT, make)[0] for make in (one_f_one_b, shuffled)
     )
     assert_near(ours, expected, 1e-6)
 

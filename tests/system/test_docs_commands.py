@@ -166,7 +166,7 @@ def checkout(tmp_path):
 def own_text(folder: Path) -> None:
     """Write the reader's own text, with which the documents start."""
     (folder / "my_texts").mkdir()
-    for name in ("cli/program.py", "pipeline/schedule.py"):
+    for name in ("cli/program.py", "pipeline/zero_bubble.py"):
         source = ROOT / "fugaku_megatron" / name
         shutil.copy(source, folder / "my_texts" / f"{source.name}.txt")
 

@@ -19,7 +19,7 @@ from fugaku_megatron.observe.heartbeat import (
     node_folder,
     remove_dead,
 )
-from fugaku_megatron.report import record
+from fugaku_megatron.report.private_words import private_words
 from fugaku_megatron.start import private_folder
 
 
@@ -90,7 +90,7 @@ def test_a_user_number_without_an_entry_in_passwd_is_enough(memory, monkeypatch)
     heart = Heartbeat(node_folder(), 0)
     assert heart.folder.parent == memory
     heart.close()
-    assert os.getcwd() in record.private_words()
+    assert os.getcwd() in private_words()
 
 
 @pytest.fixture

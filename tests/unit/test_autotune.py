@@ -9,7 +9,7 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.host.observed import Observed
 from fugaku_megatron.nn.ops import FAMILIES as OPERATIONS
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.run import kernel_choice
+from fugaku_megatron.run import kernel_timing
 from fugaku_megatron.run.kernel_choice import choose_kernels
 from fugaku_megatron.run.plan import Plan
 from tests.helpers import small_run
@@ -19,7 +19,7 @@ from tests.llama_models import FAMILIES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_every_family_is_timed_both_ways(dtype, tp):
-    timings = kernel_choice.measure_kernels(
+    timings = kernel_timing.measure_kernels(
         small_run(hidden_dropout=0.1, attention_dropout=0.1), tp, dtype
     )
     assert [t.family for t in timings] == list(OPERATIONS)
@@ -30,7 +30,7 @@ def test_every_family_is_timed_both_ways(dtype, tp):
 def test_the_parts_of_other_blocks_are_timed(family):
     """The parts that the model is made of are timed."""
     called = set()
-    cases = kernel_choice.kernel_cases(small_run(**FAMILIES[family]), 2, torch.float32)
+    cases = kernel_timing.kernel_cases(small_run(**FAMILIES[family]), 2, torch.float32)
     watched = Observed(
         Ops.build(),
         (
@@ -54,17 +54,17 @@ def test_long_sequences_are_timed_in_part():
         ("attention",),
         lambda name, function, args, kwargs: lengths.add(len(args[0])) or args[0],
     )
-    cases = kernel_choice.kernel_cases(
+    cases = kernel_timing.kernel_cases(
         small_run(seq_length=131072, window_size="512,0"), 1, torch.float32
     )
     cases["attention"](watched)
-    assert lengths == {kernel_choice.LAYER_TOKENS}
+    assert lengths == {kernel_timing.LAYER_TOKENS}
 
 
 def test_the_faster_one_is_used():
-    timings = [kernel_choice.Timing("gemm", 1.0, 2.0), kernel_choice.Timing("attention", 2.0, 1.0)]
+    timings = [kernel_timing.Timing("gemm", 1.0, 2.0), kernel_timing.Timing("attention", 2.0, 1.0)]
     assert [t.faster for t in timings] == ["native", "torch"]
-    assert kernel_choice.kernel_table(timings)[1].split() == [
+    assert kernel_timing.kernel_table(timings)[1].split() == [
         "gemm",
         "1000.00",
         "2000.00",
@@ -100,7 +100,7 @@ def test_torchs_matmuls_are_taken_where_they_are_faster_whatever_the_cpu_says(
 ):
     unit = UnitForBf16()
     run = small_run(bf16=bf16)
-    monkeypatch.setattr(kernel_choice, "_seconds", unit.seconds)
+    monkeypatch.setattr(kernel_timing, "_seconds", unit.seconds)
     choice = choose_kernels(Plan(run, Layout.from_run(run, 1)), SoloComm())
     assert (choice.backends["gemm"], choice.backends["rowwise"]) == (gemm, "native")
     line = next(line.split() for line in choice.lines if line.split()[0] == "gemm")

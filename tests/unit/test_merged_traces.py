@@ -7,9 +7,9 @@ import pytest
 
 from fugaku_megatron.observe import schedule_plot
 from fugaku_megatron.observe import trace as trace_module
-from fugaku_megatron.pipeline import schedule
 from fugaku_megatron.pipeline.instructions import SENDS
 from fugaku_megatron.pipeline.placement import Placement
+from fugaku_megatron.pipeline.schedule import build
 from fugaku_megatron.pipeline.schedule_names import SCHEDULES
 from fugaku_megatron.pipeline.timeline import COMPUTATIONS, Costs, Span
 from fugaku_megatron.pipeline.timeline import spans as planned
@@ -93,7 +93,7 @@ def recorded(lists, expected):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_that_was_run_as_planned_looks_as_planned(name):
-    lists = schedule.build(name, 3, {"interleaved": 2, "zbv": 2}.get(name, 1), 4)
+    lists = build(name, 3, {"interleaved": 2, "zbv": 2}.get(name, 1), 4)
     expected = planned(lists, Costs.alike(lists, transfer=0.25))
     found = trace_module.measured_spans(recorded(lists, expected))
     assert {round_to_ms(span) for span in found} == {round_to_ms(span) for span in expected}

@@ -19,7 +19,7 @@ from fugaku_megatron.costs.layers import layer_records
 from fugaku_megatron.costs.parameters import stage_parameters
 from fugaku_megatron.costs.records import Collective
 from fugaku_megatron.costs.stages import quantized_weights, recompute_groups, stage_records
-from fugaku_megatron.pipeline.instructions import InFlight
+from fugaku_megatron.pipeline.in_flight import InFlight
 from fugaku_megatron.planner import machine, model, software, work
 from fugaku_megatron.planner import memory as perf_memory
 from fugaku_megatron.planner.cost import MMAP_BYTES, Network, Rank

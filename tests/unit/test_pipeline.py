@@ -8,18 +8,11 @@ import pytest
 
 from fugaku_megatron.pipeline import cuts, instructions
 from fugaku_megatron.pipeline.instructions import BACKWARD, FORWARD, Instruction
+from fugaku_megatron.pipeline.makespan import makespan, one_f_one_b
 from fugaku_megatron.pipeline.placement import LOOP, Placement, V, placement_of
 from fugaku_megatron.pipeline.schedule import Schedule, build
 from fugaku_megatron.pipeline.schedule_names import SCHEDULES
-from fugaku_megatron.pipeline.timeline import (
-    COMPUTATIONS,
-    Costs,
-    Span,
-    makespan,
-    one_f_one_b,
-    spans,
-    walk,
-)
+from fugaku_megatron.pipeline.timeline import COMPUTATIONS, Costs, Span, spans, walk
 
 PLACEMENTS = [
     *(Placement(p, v) for p in (1, 2, 3, 8) for v in (1, 2, 5)),

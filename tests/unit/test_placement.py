@@ -13,26 +13,20 @@ import pytest
 import torch
 
 from fugaku_megatron.comm import node as shared_node
-from fugaku_megatron.host import cgroup, kernels, placement, runtime
+from fugaku_megatron.host import cgroup, kernels, runtime, topology
 from fugaku_megatron.host.allocator import usage
 from fugaku_megatron.host.placement import (
-    Node,
     Placement,
     Rank,
-    format_list,
     map_ranks,
     mapping,
-    parse_list,
     place,
-    problems,
     proposed_ranks,
     requested_threads,
 )
-from tests.checks.topology import (
-    SERVERS,
-    _write,
-    tree,
-)
+from fugaku_megatron.host.placement_problems import problems
+from fugaku_megatron.host.topology import Node, format_list, parse_list
+from tests.checks.topology import SERVERS, _write, tree
 
 
 @pytest.mark.parametrize("name", SERVERS)
@@ -223,7 +217,7 @@ def test_hardware_threads_and_denormals(tmp_path):
 
 
 def test_the_saved_tree_of_this_machine_is_read_as_the_machine(tmp_path):
-    subprocess.run(["bash", "-c", placement.SAVE.replace("DIR", str(tmp_path))], check=True)
+    subprocess.run(["bash", "-c", topology.SAVE.replace("DIR", str(tmp_path))], check=True)
     assert Node.read(tmp_path) == Node.read()
     with pytest.raises(
         ValueError,
@@ -420,5 +414,5 @@ def test_a_mask_of_one_cpu_is_respected_and_reported():
         cores.startswith(f"cores: {Node.read().describe()}; rank 0: 1 thread ")
         and f" core {cpu} (domain " in cores
     )
-    if placement.cpuset() and len(Node.read().cores(placement.cpuset())) > 1:
+    if topology.cpuset() and len(Node.read().cores(topology.cpuset())) > 1:
         assert notes[0].startswith("note: the masks of this node's ranks hold 1 of the ")

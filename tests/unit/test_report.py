@@ -25,6 +25,7 @@ from fugaku_megatron.host import machine as host_machine
 from fugaku_megatron.host.energy import Counter, Counters
 from fugaku_megatron.planner import machine
 from fugaku_megatron.report import (
+    compare,
     context,
     findings,
     hours,
@@ -32,8 +33,11 @@ from fugaku_megatron.report import (
     page,
     record,
     storage,
+    summary,
     training,
 )
+from fugaku_megatron.report.budget import Budget
+from fugaku_megatron.report.private_words import without_names
 from tests.checks.calibration import rank as calibrated_rank
 from tests.file_damage import changed
 from tests.helpers import RECORDED
@@ -126,7 +130,7 @@ def test_rates_are_bytes_over_time(monkeypatch):
 
 def test_a_healthy_machine_has_no_findings():
     assert findings.findings(HEALTHY) == []
-    assert "Nothing was found that is wrong" in findings.text(report())
+    assert "Nothing was found that is wrong" in summary.text(report())
 
 
 @pytest.mark.parametrize(
@@ -220,7 +224,7 @@ def test_a_healthy_machine_has_no_findings():
 )
 def test_each_problem_is_found_with_a_remedy(place, value, words):
     sections = changed(HEALTHY, place, value)
-    assert words in findings.text(report(sections)), findings.text(report(sections))
+    assert words in summary.text(report(sections)), summary.text(report(sections))
     assert all(
         all(found[name] for name in ("what", "measured", "expected", "remedy"))
         for found in findings.findings(sections)
@@ -256,7 +260,7 @@ def test_a_virtual_machines_clock_and_shrunk_shapes_are_no_findings():
     )
     shrunk = changed(HEALTHY, "kernels/shrunk", True)
     shrunk["kernels"]["gemm"] = [[32, 1.0, 0.01]]
-    assert findings.findings(shrunk) == [] and "SHRUNK SHAPES" in findings.text(report(shrunk))
+    assert findings.findings(shrunk) == [] and "SHRUNK SHAPES" in summary.text(report(shrunk))
 
 
 @pytest.mark.parametrize(
@@ -265,9 +269,9 @@ def test_a_virtual_machines_clock_and_shrunk_shapes_are_no_findings():
 )
 def test_a_part_of_the_sections_is_a_text_and_a_page(names):
     data = report({name: HEALTHY[name] for name in names}, complete=False)
-    assert findings.text(data).startswith(
+    assert summary.text(data).startswith(
         "fugaku-megatron report"
-    ) and "PARTIAL, ended by SIGTERM" in findings.text(data)
+    ) and "PARTIAL, ended by SIGTERM" in summary.text(data)
     assert "Partial: ended by SIGTERM" in page.page(data)
 
 
@@ -275,7 +279,7 @@ def test_the_text_has_about_thirty_lines():
     sections = changed(HEALTHY, "kernels/target", "avx2")
     sections["kernels"]["gemm"] = [[2048, 90.0, 0.3]]
     sections["host"]["nodes"][0] |= {"load": 9.0, "free_gib": 10.0, "governor": "powersave"}
-    assert 15 <= len(findings.text(report(sections)).splitlines()) <= 32
+    assert 15 <= len(summary.text(report(sections)).splitlines()) <= 32
 
 
 # Hours ----------------------------------------------------------------------------------------------------------------------------
@@ -316,7 +320,7 @@ def test_names_are_replaced_and_words_that_contain_them_are_not():
         "a": ["failed on node7: /home/jo/x: jo may not", "a job on node77", 5],
         "b": "3 tokens/s, 16K/s",
     }
-    assert record.without_names(text, words) == {
+    assert without_names(text, words) == {
         "a": ["failed on HOST: PATH: USER may not", "a job on node77", 5],
         "b": "3 tokens/s, 16K/s",
     }
@@ -327,7 +331,7 @@ def test_files_are_whole_after_every_section_and_names_stay_on_request(tmp_path)
     secret = f"{getpass.getuser()} at {platform.node()} in {os.getcwd()}"
     for names in (False, True):
         one = record.Record(
-            path, record.Budget(1.0), {".txt": lambda data: f"complete: {data['complete']}"}, names
+            path, Budget(1.0), {".txt": lambda data: f"complete: {data['complete']}"}, names
         )
         one.data["sections"]["host"] = {"error": secret, "x": 1.23456789}
         one.write()
@@ -372,7 +376,7 @@ def test_a_signal_that_writes_during_a_write_does_not_mix_two_texts(tmp_path, mo
 
 def test_the_time_of_a_section_is_its_share_of_what_is_left():
     now = [0.0]
-    budget = record.Budget(10.0, lambda: now[0])
+    budget = Budget(10.0, lambda: now[0])
     assert budget.of("training", ("layers", "storage")) == pytest.approx(582 * 26 / 56)
     now[0] = 300.0
     assert budget.of("storage", ()) == pytest.approx(282)
@@ -431,7 +435,7 @@ def test_two_reports_are_compared_with_ratios(tmp_path, capsys):
     assert rows["message inside nodes"] == ["us", "1", "0.5", "2.00"]
     assert rows["checkpoint written"] == ["GB/s", "1", "-", "-"]
     assert "PARTIAL: ended by SIGTERM" in out and "1 of 1 kernels compute the same bits" in out
-    assert record.ratio("hours", 10.0, 5.0) == "2.00" and record.ratio("GB/s", None, 5.0) == "-"
+    assert compare.ratio("hours", 10.0, 5.0) == "2.00" and compare.ratio("GB/s", None, 5.0) == "-"
 
 
 @pytest.mark.parametrize(
@@ -550,7 +554,7 @@ def test_the_text_shows_power_or_why_not():
     with_power = changed(
         HEALTHY, "training/rows", [*rows[:1], {**rows[1], "watts": 250.0, "tokens_per_joule": 8.0}]
     )
-    assert "power: 250 W on all nodes while 124M trains, 8 tokens per joule" in findings.text(
+    assert "power: 250 W on all nodes while 124M trains, 8 tokens per joule" in summary.text(
         report(with_power)
     )
-    assert "power: no energy counter\n" in findings.text(report())
+    assert "power: no energy counter\n" in summary.text(report())

@@ -15,7 +15,8 @@ from fugaku_megatron.costs.layers import layer_and_head_flops
 from fugaku_megatron.costs.run_schedule import build_schedule, split_costs
 from fugaku_megatron.costs.stages import virtual_stage_sizes
 from fugaku_megatron.pipeline import cuts, schedule_names, zero_bubble
-from fugaku_megatron.pipeline import schedule as builders
+from fugaku_megatron.pipeline.executor import execute
+from fugaku_megatron.pipeline.in_flight import InFlight, peaks_in_flight
 from fugaku_megatron.pipeline.instructions import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -27,11 +28,11 @@ from fugaku_megatron.pipeline.instructions import (
     SEND_BACKWARD,
     SEND_FORWARD,
     SENDS,
-    InFlight,
     Instruction,
 )
+from fugaku_megatron.pipeline.messages import receives, send_queue
 from fugaku_megatron.pipeline.placement import Placement, V
-from fugaku_megatron.pipeline.schedule import Schedule, build, peaks_in_flight
+from fugaku_megatron.pipeline.schedule import Schedule, build
 from fugaku_megatron.pipeline.timeline import Costs, walk
 from tests.helpers import small_run
 
@@ -319,7 +320,7 @@ def test_messages_of_a_tag_follow_the_order_of_the_microbatches(name, chunks, st
             )
             posted = {(i.op, i.model_chunk) for i in mine if i.op in RECEIVES}
             assert {
-                tag: [i.microbatch for i in found] for tag, found in builders.receives(mine).items()
+                tag: [i.microbatch for i in found] for tag, found in receives(mine).items()
             } == dict.fromkeys(posted, list(range(schedule.microbatches)))
 
 
@@ -328,9 +329,7 @@ def test_every_list_can_be_walked_whether_sends_block_or_not(name, chunks, stage
     """Check also that its send queue never blocks a stage."""
     for schedule in schedules(name, chunks, stages):
         lists = lists_of(schedule)
-        queues = [
-            builders.send_queue(schedule, stage) for stage in range(schedule.placement.stages)
-        ]
+        queues = [send_queue(schedule, stage) for stage in range(schedule.placement.stages)]
         simulate(schedule.placement, lists, ahead=schedule_names.row(name).receives_ahead)
         under_way = simulate(schedule.placement, lists)
         if (
@@ -343,8 +342,7 @@ def test_every_list_can_be_walked_whether_sends_block_or_not(name, chunks, stage
 def test_the_send_queue_does_not_grow_with_the_batch():
     for name, chunks in KINDS:
         few, many = (
-            [builders.send_queue(build(name, 4, chunks, m), stage) for stage in range(4)]
-            for m in (24, 96)
+            [send_queue(build(name, 4, chunks, m), stage) for stage in range(4)] for m in (24, 96)
         )
         assert many == few and max(few) <= 4 * 4 * chunks
 
@@ -369,7 +367,7 @@ def test_held_and_run():
 
     instructions = made("1f1b", 1, 3, 4)
     executor = Executor()
-    builders.run(instructions, executor)
+    execute(instructions, executor)
     assert executor.calls == [(i.op, i) for i in instructions]
 
 

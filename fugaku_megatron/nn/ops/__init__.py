@@ -19,7 +19,17 @@ from .. import shared_attention as _shared_attention
 from ..dropout_key import DropoutKey
 from ..packed_weights import WeightCache
 from ..recompute import backward, recompute
-from . import activation, delta_net, experts, gemm, loss, norm, overlapped
+from . import (
+    activation,
+    attention_blocks,
+    delta_net,
+    experts,
+    gemm,
+    grouped_gemm,
+    loss,
+    norm,
+    overlapped,
+)
 from . import attention as _attention
 from . import dropout as _dropout
 from . import embedding as _embedding
@@ -81,10 +91,10 @@ class Ops(Backend):
     weight_gradient = gemm.weight_gradient
     outer_sum = gemm.outer_sum
     linear = gemm.linear
-    grouped_matmul = gemm.grouped_matmul
-    grouped_data_gradient = gemm.grouped_data_gradient
-    grouped_weight_gradient = gemm.grouped_weight_gradient
-    grouped_outer_sum = gemm.grouped_outer_sum
+    grouped_matmul = grouped_gemm.grouped_matmul
+    grouped_data_gradient = grouped_gemm.grouped_data_gradient
+    grouped_weight_gradient = grouped_gemm.grouped_weight_gradient
+    grouped_outer_sum = grouped_gemm.grouped_outer_sum
 
     activate = activation.activate
     activation_gradient = activation.activation_gradient
@@ -103,8 +113,8 @@ class Ops(Backend):
 
     attention = _attention.attention
     cached_attention = _attention.cached_attention
-    attend_block = _attention.attend_block
-    add_block_gradients = _attention.add_block_gradients
+    attend_block = attention_blocks.attend_block
+    add_block_gradients = attention_blocks.add_block_gradients
     shared_attention = _shared_attention.shared_attention
 
     delta_gates = delta_net.delta_gates

@@ -6,7 +6,6 @@ n heads of this rank in g query groups.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +18,6 @@ from ..dropout_key import Dropout
 from ..gradients import as_rows
 from ..heads import Heads
 from ..kv_cache import LayerCache
-from ..shared_attention import AttentionGradients, Block, SharedCall
 from ..sinks import Sinks
 from .backend import Backend
 from .dropout import dropout
@@ -160,118 +158,3 @@ def cached_attention(
         probabilities = torch.softmax(scores, -1)[..., : keys[stored].shape[2]]
         context.append((probabilities @ values[stored].float()).to(qkv.dtype))
     return torch.cat(context).view(len(qkv), 1, -1)
-
-
-# Blocks of queries and keys, for ranks that share a sequence -----------------------------------------------------------------
-
-
-def attend_block(
-    ops: Backend, call: SharedCall, block: Block, qkv: Tensor, kv: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return (context (q, b, n d), log of the softmax sums (b, n, q)) of a block.
-
-    kv: (k, b, 2 g d)
-    """
-    heads = call.heads
-    q, b, _ = qkv.shape
-    if ops.is_native("attention") and call.softcap is None:
-        out = qkv.new_empty(q, b, heads.heads * heads.head_size)
-        lse = qkv.new_empty(b, heads.heads, q, dtype=torch.float32)
-        ops.kernels.attention_part_forward(qkv, kv, out, lse, *_block_arguments(call, block))
-        return out, lse
-    scores, *_, values = _block_scores(call, block, qkv, kv)
-    lse = torch.logsumexp(scores, -1)
-    probabilities = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
-    out = (probabilities * _block_dropout(ops, call, block, len(scores))) @ values
-    return out.permute(2, 0, 1, 3).flatten(2).to(qkv.dtype), lse
-
-
-def add_block_gradients(
-    ops: Backend,
-    call: SharedCall,
-    block: Block,
-    gradients: AttentionGradients,
-    kv: Tensor,
-    dkv: Tensor,
-) -> None:
-    """Add a block's gradients to `gradients.dqkv` and dkv, in FP32."""
-    qkv, out, lse, dout, dqkv = gradients
-    if ops.is_native("attention") and call.softcap is None:
-        ops.kernels.attention_part_backward(
-            qkv, kv, out, lse, dout, dqkv, dkv, *_block_arguments(call, block)
-        )
-        return
-    heads = call.heads
-    scores, queries, keys, values = _block_scores(call, block, qkv, kv)
-    grad, context = (
-        x.float().unflatten(2, (heads.heads, -1)).permute(1, 2, 0, 3) for x in (dout, out)
-    )  # (b, n, q, d)
-    probabilities = torch.exp(scores - lse.unsqueeze(-1))
-    mask = _block_dropout(ops, call, block, len(scores))
-    delta = (grad * context).sum(-1, keepdim=True)
-    dscores = (
-        probabilities * (grad @ values.transpose(-1, -2) * mask - delta) * heads.head_size**-0.5
-    )
-    if call.softcap is not None:
-        capped = scores.masked_fill(probabilities == 0, 0.0) / call.softcap
-        dscores *= 1 - capped.square()
-    dqueries = (dscores @ keys).unflatten(1, (heads.groups, -1))
-    heads.split(dqkv)[0].add_(dqueries.permute(3, 0, 1, 2, 4))  # (q, b, g, n/g, d)
-    dkeys = dscores.transpose(-1, -2) @ queries
-    dvalues = (probabilities * mask).transpose(-1, -2) @ grad
-    both = torch.stack((dkeys, dvalues))  # (2, b, n, k, d)
-    dkv.add_(both.unflatten(2, (heads.groups, -1)).sum(3).permute(3, 1, 2, 0, 4).reshape(dkv.shape))
-
-
-def _block_arguments(call: SharedCall, block: Block) -> tuple[Any, ...]:
-    mask = call.mask
-    p, key = call.dropped
-    return (
-        mask.length,
-        block.queries.start,
-        block.keys.start,
-        p,
-        key.seed,
-        key.stream,
-        key.first_sample,
-        key.row0 // mask.length,
-        mask.window,
-        mask.starts,
-    )
-
-
-def _block_scores(
-    call: SharedCall, block: Block, qkv: Tensor, kv: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    heads = call.heads
-    mask = call.mask
-    queries = heads.split(qkv)[0].permute(1, 2, 3, 0, 4).flatten(1, 2).float()
-    shape = (*kv.shape[:2], heads.groups, 2, heads.head_size)
-    keys, values = (
-        kv.view(shape).permute(3, 1, 2, 0, 4).repeat_interleave(heads.queries_per_group, 2).float()
-    )
-    query = torch.arange(block.queries.start, block.queries.stop)
-    key = torch.arange(block.keys.start, block.keys.stop)
-    distance = query.unsqueeze(1) - key
-    visible = (distance >= 0) & (distance < (mask.window or mask.length))
-    visible = visible.expand(qkv.shape[1], -1, -1)
-    if mask.starts is not None:
-        visible = visible & (key >= mask.starts[:, query].unsqueeze(-1))
-    scores = (queries @ keys.transpose(-1, -2)) * heads.head_size**-0.5
-    if call.softcap is not None:
-        scores = call.softcap * torch.tanh(scores / call.softcap)
-    return scores.masked_fill(~visible.unsqueeze(1), -torch.inf), queries, keys, values
-
-
-def _block_dropout(ops: Backend, call: SharedCall, block: Block, samples: int) -> Tensor | float:
-    """Return dropout factors (b, n, q, k), numbered as in the whole sequence."""
-    p, key = call.dropped
-    if not p:
-        return 1.0
-    ones = torch.ones(samples, len(block.queries), block.keys.stop)
-    masks = []
-    for head in range(call.heads.heads):
-        row0 = key.row0 + head * call.mask.length + block.queries.start
-        mask = dropout(ops, ones, Dropout(p, replace(key, row0=row0)))
-        masks.append(mask[..., block.keys.start :])
-    return torch.stack(masks, 1)

@@ -1,0 +1,26 @@
+"""Execution of an instruction list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from .instructions import Instruction
+
+
+class Executor(Protocol):
+    """One method per op, called with the whole instruction."""
+
+    def forward(self, instruction: Instruction) -> None: ...
+    def backward(self, instruction: Instruction) -> None: ...
+    def backward_input(self, instruction: Instruction) -> None: ...
+    def backward_weight(self, instruction: Instruction) -> None: ...
+    def recv_forward(self, instruction: Instruction) -> None: ...
+    def send_forward(self, instruction: Instruction) -> None: ...
+    def recv_backward(self, instruction: Instruction) -> None: ...
+    def send_backward(self, instruction: Instruction) -> None: ...
+
+
+def execute(instructions: Iterable[Instruction], executor: Executor) -> None:
+    for instruction in instructions:
+        getattr(executor, instruction.op)(instruction)
