@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from fugaku_megatron.config.fields import check
-from fugaku_megatron.costs import accounting
+from fugaku_megatron.costs.parameters import model_parameters
 from fugaku_megatron.observe.log_command import energy_note, row_of, size_name
 from fugaku_megatron.observe.run_log import LogSummary, read_log
 
@@ -225,7 +225,7 @@ def text_of_logs(logs: Sequence[LogSummary]) -> str:
     """The table with its title; in the notes the allocator and what it costs, and below the table where the rows are from."""
     run = logs[0].job.run
     title = jobs.published_title(
-        size_name(accounting.parameters(run)),
+        size_name(model_parameters(run)),
         run.model.seq_length,
         run.training.recompute_granularity == "full",
         f"{run.precision.name}, measured",

@@ -3,7 +3,7 @@
 torch's is scaled_dot_product_attention. attention_decode is generation: one token of each sample against s keys and values of
 earlier ones (or as many as a window has), which memory bounds.
 
-Shapes are as in costs/accounting.py: sequence s, this rank's heads and groups, head size d. Both sides read and write
+Shapes are as in costs/attention.py: sequence s, this rank's heads and groups, head size d. Both sides read and write
 Megatron's fused (s, b, (heads + 2 groups) d) tensor; torch's side works on (b, heads, s, d) and (b, groups, s, d) views of it, with
 enable_gqa or, with --rival repeated, on keys and values that are repeated for every query head, as transformers does. A window is a
 mask there. FLOPs are counted as in kernels_sve/kernels.inc: forward's two matmuls below the diagonal and inside the window, and 2.5
@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fugaku_megatron.config.fields import check
-from fugaku_megatron.costs import accounting
+from fugaku_megatron.costs.attention import visible_pairs
 
 from . import driver, preloads, shapes
 from .driver import DTYPES, Call, Case, relative_error
@@ -173,8 +173,8 @@ class DocumentCall(Call):
 def document_pairs(shape: Shape, length: int) -> float:
     """Pairs of a sample's tokens that see each other when its documents have `length` tokens, the last one what is left."""
     whole, rest = divmod(shape.s, length)
-    return whole * accounting.visible_pairs(length, shape.window) + (
-        accounting.visible_pairs(rest, shape.window) if rest else 0
+    return whole * visible_pairs(length, shape.window) + (
+        visible_pairs(rest, shape.window) if rest else 0
     )
 
 

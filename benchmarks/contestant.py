@@ -35,7 +35,7 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.convert import hugging_face
 from fugaku_megatron.convert.architectures import GPT2
-from fugaku_megatron.costs import accounting
+from fugaku_megatron.costs.vocabulary import padded_vocab_size
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.data.sampler import Prefetcher, micro_batches
 from fugaku_megatron.host import allocator
@@ -203,7 +203,7 @@ def initial_weights(run: RunConfig) -> Callable[[str], Tensor]:
 
 def build(name: str, run: RunConfig) -> nn.Module:
     """The baseline's model with our initial weights; (tokens (b, s), labels (b, s)) -> loss ()."""
-    model = MODELS[name](run, accounting.padded_vocab_size(run.model, 1))
+    model = MODELS[name](run, padded_vocab_size(run.model, 1))
     with torch.no_grad():
         model.take(initial_weights(run))
     return model

@@ -29,7 +29,8 @@ from fugaku_megatron.cli.output_files import picture
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.comm.grid import Grid
 from fugaku_megatron.config.fields import check
-from fugaku_megatron.costs import accounting
+from fugaku_megatron.costs.parameters import model_parameters
+from fugaku_megatron.costs.vocabulary import padded_vocab_size
 from fugaku_megatron.data.sampler import micro_batches
 from fugaku_megatron.text.table import Column
 
@@ -177,7 +178,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "losses": summary(runs, options.formats),
         "gradients": by_parameter(errors, options.formats),
         "layers": dict(zip(options.formats, errors, strict=True)),
-        "parameters": accounting.parameters(run),
+        "parameters": model_parameters(run),
         "tokens": options.global_batch_size * run.model.seq_length,
     }
 
@@ -351,7 +352,7 @@ def gradient_errors(trainer: Any, task: Task) -> Iterator[dict[str, Any]]:
 def exact_gradients(trainer: Any) -> dict[str, torch.Tensor]:
     """Gradients of the first batch's mean loss by plain PyTorch in FP64, at the trainer's weights."""
     run = trainer.run
-    model = PlainGPT(run.model, accounting.padded_vocab_size(run.model, 1)).double()
+    model = PlainGPT(run.model, padded_vocab_size(run.model, 1)).double()
     weights = {p.spec.name: p for p in trainer.stage.parameters()}
     with torch.no_grad():
         model.take(lambda name: weights[name].double())

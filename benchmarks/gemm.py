@@ -1,6 +1,6 @@
 """Matmuls of a model's linear layers: forward, data gradient and weight gradient against torch and OpenBLAS.
 
-Shapes are as in costs/accounting.py: M tokens of a micro-batch, N output and K input features on one tensor-parallel
+Shapes are as in costs/layers.py: M tokens of a micro-batch, N output and K input features on one tensor-parallel
 rank; a weight is (N, K). Weights are packed once, outside the timing, as the trainer packs them once per step; the weight gradient
 packs both operands inside it. torch runs with its MKL at full width and, with --mkl both, as shipped; in FP32 numpy's OpenBLAS is
 compared as well, with kernels of the CPU's full width. With --dtype int8 operands and results are BF16, the baseline is this
@@ -23,7 +23,7 @@ from functools import partial
 import torch
 
 from fugaku_megatron.config.fields import check
-from fugaku_megatron.costs import accounting
+from fugaku_megatron.costs.layers import head_records, layer_records
 from fugaku_megatron.host import kernels
 
 from . import driver, openblas, preloads, shapes, torch_int8
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def matmul_shapes(options: argparse.Namespace) -> list[tuple[int, int, int]]:
     """(M, N, K) of every linear layer and the logits, each once."""
     run = shapes.run_of(options)
-    records = [*accounting.layer_records(run), *accounting.head_records(run, tied=True)]
+    records = [*layer_records(run), *head_records(run, tied=True)]
     return list(dict.fromkeys(r.gemm for r in records if r.gemm and r.name != "attention"))
 
 

@@ -1,6 +1,6 @@
 """Kernels on rows, AdamW and the reductions of an update against torch's eager operations, forward and backward.
 
-They are the kernels that the trainer calls, on shapes of `costs.accounting` for one tensor-parallel rank: the blocks of GPT-2 and
+They are the kernels that the trainer calls, on shapes of `costs.layers` for one tensor-parallel rank: the blocks of GPT-2 and
 of Llama, Mistral and Qwen. Ours write into tensors made once, as the trainer does; torch makes its own, in the same tuned memory.
 The baseline of RMS norm, SwiGLU and rotary positions is the code of Hugging Face's transformers (models/llama, models/qwen3): norms
 in FP32 with the result cast back, the gate and what it multiplies as separate tensors, queries and keys turned as
@@ -25,7 +25,8 @@ from torch.nn import functional as F
 
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import ModelConfig
-from fugaku_megatron.costs import accounting
+from fugaku_megatron.costs.parameters import stage_parameters
+from fugaku_megatron.costs.vocabulary import padded_vocab_size
 
 from . import driver, shapes
 from .driver import DTYPES, Call, Case, relative_error
@@ -50,7 +51,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
     b = options.micro_batch_size
     h = model.hidden_size
     f = model.ffn_hidden_size // tp
-    v = accounting.padded_vocab_size(model, tp) // tp
+    v = padded_vocab_size(model, tp) // tp
     torch.manual_seed(0)
     yield layer_norm(s * b, h, dtype)
     yield residual(s, b, h, dtype)
@@ -67,9 +68,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
     yield cross_entropy(s * b, v, split=True)
     yield embedding(s * b, h, v, dtype)
     yield position(s, b, h, dtype)
-    yield from update(
-        min(UPDATE_ELEMENTS, accounting.stage_parameters(run, Layout(tp, tp, 1, 1), 0)), dtype
-    )
+    yield from update(min(UPDATE_ELEMENTS, stage_parameters(run, Layout(tp, tp, 1, 1), 0)), dtype)
 
 
 def compare(

@@ -1,6 +1,6 @@
 """Which model a benchmark measures: the options of many families, and the run and the trainer that they mean.
 
-Left out: the sizes themselves (fugaku_megatron/config/recipes.py) and what follows from them (fugaku_megatron/costs/accounting.py).
+Left out: the sizes themselves (fugaku_megatron/config/recipes.py) and what follows from them (fugaku_megatron/costs).
 """
 
 from __future__ import annotations

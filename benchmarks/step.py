@@ -30,7 +30,8 @@ import torch
 from fugaku_megatron.config.fields import check, flag
 from fugaku_megatron.config.lora import BASE_FORMATS
 from fugaku_megatron.config.run_config import RunConfig
-from fugaku_megatron.costs import accounting
+from fugaku_megatron.costs.flops import model_flops
+from fugaku_megatron.costs.parameters import model_parameters
 from fugaku_megatron.host.machine import clock_ghz, cpu_model, fma_peak_gflops
 from fugaku_megatron.text.table import Column
 
@@ -277,7 +278,7 @@ def report(
 ) -> dict[str, Any]:
     """The result as JSON."""
     size = config.batch.global_batch_size
-    flops = accounting.model_flops(config, size)
+    flops = model_flops(config, size)
     every = {
         side: {
             "label": side,
@@ -324,7 +325,7 @@ def report(
         "ceiling_fraction": ceiling if options.dtype == "fp32" and not options.int8 else None,
         "global_batch_size": size,
         "model_flops": flops,
-        "parameters": accounting.parameters(config),
+        "parameters": model_parameters(config),
         "torch": torch.__version__,
         "rounds": rounds,
         "busy": discarded < 0,
@@ -333,7 +334,7 @@ def report(
 
 
 def summary(steps: list[dict[str, float]], flops: float, tokens: int) -> dict[str, Any]:
-    """Medians of one side's steps. flops, tokens: of a step, the FLOPs from accounting.model_flops; tflops: 10^12 FLOPs per second."""
+    """Medians of one side's steps. flops, tokens: of a step, the FLOPs from costs.flops.model_flops; tflops: 10^12 FLOPs per second."""
     medians = core.medians(steps, ("seconds", "minor_faults", "system_seconds", "idle_cpu_seconds"))
     return {
         "tokens_per_s": tokens / medians["seconds"],

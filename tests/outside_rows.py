@@ -8,8 +8,9 @@ from fugaku_megatron.config.decay_shapes import SHAPES, Shape
 from fugaku_megatron.config.layer_kinds import IN_PROJ, MIXERS, OUT_PROJ, MixerPart
 from fugaku_megatron.config.model import ACTIVATIONS, NORMS, ActivationPart, NormPart
 from fugaku_megatron.config.optimizer import OPTIMIZERS, OptimizerPart
-from fugaku_megatron.costs.activations import MatmulCollectives, residual_bytes
+from fugaku_megatron.costs.activations import residual_bytes
 from fugaku_megatron.costs.mixers import MixerCosts
+from fugaku_megatron.costs.records import MatmulCollectives
 from fugaku_megatron.nn.gradients import accumulate
 from fugaku_megatron.nn.layers import ColumnParallelLinear, Context, Norm, RowParallelLinear
 from fugaku_megatron.nn.ops.activation import Functions

@@ -1,4 +1,4 @@
-"""A communicator that counts the calls and bytes of another, to test the formulas in `costs/accounting.py`.
+"""A communicator that counts the calls and bytes of another, to test the formulas in `costs/`.
 
     record(groups)      the groups, each counting its calls and bytes
 

@@ -19,7 +19,7 @@ from ..comm.grid import Grid
 from ..config.layout import Layout
 from ..config.model import ModelConfig
 from ..config.run_config import RunConfig
-from ..costs import accounting
+from ..costs.attention import ATTENTION_BACKWARD_SHARE, causal_attention_flops
 from ..data.dataset import MockDataset
 from ..host import kernels
 from ..host.timing import best_seconds
@@ -97,17 +97,17 @@ def attention_gflops(s: int, p: float = 0.0) -> tuple[float, float]:
     dout = torch.randn(s, 1, width)
     lse = torch.empty(1, heads, s)
     dropout = (p, 1, 2, 0, 0)
-    flops = accounting.causal_attention_flops(heads, s, HEAD_SIZE)
+    flops = causal_attention_flops(heads, s, HEAD_SIZE)
     forward = best_seconds([lambda: kernels.attention_forward(qkv, out, lse, *dropout)] * 3)
     backward = best_seconds(
         [lambda: kernels.attention_backward(qkv, out, lse, dout, dqkv, *dropout)] * 3
     )
-    return flops / forward / 1e9, accounting.ATTENTION_BACKWARD_SHARE * flops / backward / 1e9
+    return flops / forward / 1e9, ATTENTION_BACKWARD_SHARE * flops / backward / 1e9
 
 
 def dropout_flops(s: int, peak_gflops: float) -> float:
     """Measure `dropout_flops` in planner.software: mean of forward and backward, Megatron's default dropout against none."""
-    again = 1.0, accounting.ATTENTION_BACKWARD_SHARE
+    again = 1.0, ATTENTION_BACKWARD_SHARE
     rates = zip(
         attention_gflops(s), attention_gflops(s, ModelConfig.attention_dropout), again, strict=True
     )

@@ -47,7 +47,7 @@ class Feature:
 FEATURES: dict[str, Feature] = {
     BALANCED_SPLIT: Feature(
         meaning="stages of equal cost, the logits counted",
-        place="costs/accounting.py",
+        place="costs/stages.py",
         field="pipeline_split",
         value="balanced",
     ),

@@ -25,7 +25,7 @@ from ..config.fields import FieldValues, check
 from ..config.hybrid import parse_pattern
 from ..config.layer_kinds import MIXERS, LayerKind
 from ..config.model import MLP_OF_EXPERTS, ModelConfig
-from ..costs.accounting import round_up
+from ..costs.vocabulary import round_up
 from ..nn.model import OUTPUT, VOCABULARY, WORD_EMBEDDINGS
 from ..nn.parameter import ParameterSpec
 from ..text.named_files import about
@@ -43,14 +43,7 @@ from .megatron_files import (
     pattern_of,
     their_name,
 )
-from .torch_dist import (
-    COMMON_STATE,
-    DistFiles,
-    DistWriter,
-    GlobalPiece,
-    Shape,
-    object_key,
-)
+from .torch_dist import COMMON_STATE, DistFiles, DistWriter, GlobalPiece, Shape, object_key
 from .weights import (
     Weights,
     at_layer,

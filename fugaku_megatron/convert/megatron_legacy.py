@@ -22,7 +22,7 @@ from ..checkpoint.manifest import TRACKER, write_text
 from ..config.fields import check
 from ..config.layer_kinds import ATTENTION
 from ..config.model import MLP_OF_EXPERTS, ModelConfig
-from ..costs.accounting import round_up
+from ..costs.vocabulary import round_up
 from ..nn.model import OUTPUT, VOCABULARY, WORD_EMBEDDINGS
 from ..nn.parameter import ParameterSpec
 from .megatron import RELEASE, checked_model, padded

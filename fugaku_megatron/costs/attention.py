@@ -5,24 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..config.layer_kinds import ATTENTION, PROJ, QKV, LayerKind
+from ..config.layout import cp_comm_types, group_copies
 from ..config.model import LAYER_NORM, LEARNABLE, NORMS, ModelConfig
-from ..config.parallel import A2A
+from ..config.parallel import A2A, P2P
 from ..config.run_config import RunConfig
-from .accounting import document_length, mean_visible_share, typical_layer, visible_share
-from .activations import (
-    FP32_BYTES,
-    MatmulCollectives,
-    Record,
-    Records,
-    all_reduce,
-    attention_messages,
-    context_bytes,
-    qkv_bytes,
-    residual_bytes,
-    typical_cp_comm_type,
-)
+from .activations import FP32_BYTES, context_bytes, qkv_bytes, residual_bytes, typical_cp_comm_type
+from .context_parallel import attention_messages
 from .int8_moments import shared_segments
+from .layers import typical_layer
 from .mixers import Elementwise, Matrices, MixerCosts, Segments, Shapes
+from .records import MatmulCollectives, Record, Records, all_reduce
+from .vocabulary import round_up
+
+# Attention kernels (kernels_sve/attention/attention_shape.h): rows of a block, dQ sums per head, and the length from which heads are few.
+ATTENTION_BLOCK = 96
+QUERY_SUMS = 6
+LONG_SEQUENCE = 32768
+CAPPED_SCORES = 6  # tensors of scores that torch holds at once in the backward of capped attention
+# Backward FLOPs of attention relative to forward: S is recomputed; dP, dQ, dK and dV are new.
+ATTENTION_BACKWARD_SHARE = 2.5
 
 
 class AttentionCosts(MixerCosts):
@@ -193,3 +194,72 @@ def cache_slots(kind: LayerKind, positions: int) -> int:
     if kind.mixer != ATTENTION:
         return 0
     return min(positions, kind.window or positions)
+
+
+def causal_attention_flops(heads: int, s: int, d: int, window: int | None = None) -> float:
+    """Return Q K^T and P V FLOPs over visible pairs. heads: query heads times samples."""
+    return 4.0 * heads * d * visible_pairs(s, window)
+
+
+def visible_pairs(s: int, window: int | None) -> float:
+    """Count the visible (query, key) pairs: s^2 / 2 - (s - window)^2 / 2."""
+    window = min(window or s, s)
+    return window * (2 * s - window) / 2
+
+
+def visible_share(s: int, window: int | None) -> float:
+    return visible_pairs(s, window) / s**2
+
+
+def document_length(run: RunConfig) -> int:
+    """Return the mean document length if documents are masked, or else the sample length."""
+    return min(run.data.mean_document_length or run.model.seq_length, run.model.seq_length)
+
+
+def mean_visible_share(model: ModelConfig, s: int) -> float:
+    """Return the mean over the layers with an attention."""
+    windows = [kind.window for kind in model.layer_kinds if kind.mixer == ATTENTION]
+    return sum(visible_share(s, window) for window in windows) / max(1, len(windows))
+
+
+def attention_workspace_bytes(run: RunConfig, threads: int) -> int:
+    """Return the FP32 bytes for the attention kernels' packed operands and sums.
+
+    threads: per rank. About 12 matrices (s, d) per head in progress; with a sequence segment's s if ranks exchange keys.
+    """
+    return max(
+        _attention_bytes(run, threads, cp_comm_type) for cp_comm_type in set(cp_comm_types(run))
+    )
+
+
+def _attention_bytes(run: RunConfig, threads: int, cp_comm_type: str) -> int:
+    model = run.model
+    cp = run.parallel.context_parallel_size
+    queries = keys = model.seq_length
+    heads = model.num_attention_heads // run.tp
+    groups = model.query_groups // run.tp
+    if model.attn_logit_softcapping is not None:
+        scores = run.tokens_per_microbatch * heads * queries // cp
+        return FP32_BYTES * CAPPED_SCORES * scores
+    if cp > 1 and cp_comm_type == A2A:
+        heads = heads // cp
+        groups = groups * group_copies(groups, cp) // cp
+    elif cp > 1:
+        queries = model.seq_length // (2 * cp)
+        if cp_comm_type == P2P:
+            keys = queries
+    share = heads // groups
+    sums = min(round_up(keys, ATTENTION_BLOCK) // ATTENTION_BLOCK, QUERY_SUMS)
+    wanted = max(2, min(16, threads))
+    if max(queries, keys) > LONG_SEQUENCE:
+        wanted = min(wanted, -(-threads // sums))
+    groups_at_once = min(-(-wanted // share), groups * run.batch.micro_batch_size)
+    heads_at_once = wanted if share > wanted else groups_at_once * share
+    query_elements = round_up(queries, ATTENTION_BLOCK) * model.kv_channels
+    key_elements = round_up(keys, ATTENTION_BLOCK) * model.kv_channels
+    per_head = (4 + sums) * query_elements + 2 * queries
+    per_group = key_elements
+    if share > 1:
+        per_head += 2 * key_elements
+        per_group = 3 * key_elements
+    return FP32_BYTES * (heads_at_once * per_head + groups_at_once * per_group)

@@ -2,7 +2,7 @@
 without torch.
 
 Ranks are assumed to have equally many tokens for their experts. Legend:
-as in `accounting`, f expert width.
+as in `layers`, f expert width.
 """
 
 from __future__ import annotations
@@ -12,22 +12,19 @@ from typing import NamedTuple
 
 from ..config.model import ACTIVATIONS, ModelConfig
 from ..config.run_config import RunConfig
-from .activations import (
+from .activations import FP32_BYTES, activation_bytes, residual_bytes, sequence_shards
+from .records import (
     COMBINE,
     DISPATCH,
     EXPERTS,
-    FP32_BYTES,
     SHARED,
     Collective,
     Collectives,
     MatmulCollectives,
     Record,
     Records,
-    activation_bytes,
     all_reduce,
     linear,
-    residual_bytes,
-    sequence_shards,
 )
 
 

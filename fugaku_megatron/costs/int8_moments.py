@@ -16,10 +16,10 @@ from ..config.layout import Layout
 from ..config.model import ACTIVATIONS, MLP_OF_EXPERTS, NORMS, ModelConfig
 from ..config.optimizer import MOMENT_BLOCK
 from ..config.run_config import RunConfig
-from .accounting import padded_vocab_size, vocabulary_rows
 from .linear_layers import Linear, linears
 from .mixers import Segments, mixer_costs
 from .units import EMBEDDING, HEAD, TIED, Unit, holds_tied_copy, units
+from .vocabulary import padded_vocab_size, vocabulary_rows
 
 
 def undivided_rows(model: ModelConfig, rows: int, vocabulary: bool = False) -> int:

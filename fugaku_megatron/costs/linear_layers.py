@@ -11,10 +11,10 @@ from ..config.layer_kinds import FC1, FC2, MIXERS, LayerKind, column_parallel
 from ..config.layout import Layout
 from ..config.model import MLP_OF_EXPERTS, Q8_BLOCK
 from ..config.run_config import RunConfig
-from .accounting import vocabulary_rows
 from .experts import Division
 from .mixers import mixer_costs
 from .units import units
+from .vocabulary import vocabulary_rows
 
 SCALE_BYTES = 2  # BF16
 

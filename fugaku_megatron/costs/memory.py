@@ -12,85 +12,38 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..config.layer_kinds import LayerKind
-from ..config.layout import Layout, cp_comm_types, group_copies, placement
+from ..config.layout import Layout, placement
 from ..config.model import ACTIVATIONS, MLP_OF_EXPERTS
 from ..config.optimizer import MOMENT_BYTES
-from ..config.parallel import A2A, P2P
 from ..config.run_config import RunConfig
 from ..pipeline.in_flight import InFlight
 from ..pipeline.schedule_names import row
-from .accounting import (
-    FLAT_ALIGNMENT,
-    embedding_records,
-    end_records,
-    head_records,
-    layer_parameters,
-    layer_records,
-    of_layers,
-    quantized_weights,
-    round_up,
-    stage_layers,
-    stage_parameters,
-    stage_records,
-    virtual_stage_layers,
-    virtual_stage_recompute_groups,
-    vocabulary_rows,
-    zero_shards,
-)
 from .activations import (
+    BF16_BYTES,
     FP32_BYTES,
-    Collective,
     activation_bytes,
-    key_working_bytes,
     residual_bytes,
-    sequence_shards,
     typical_cp_comm_type,
 )
+from .buckets import bucket_elements, bucket_units, unit_elements, updated_elements, zero_shards
+from .context_parallel import key_working_bytes
 from .experts import mlp_width, pair_working_bytes, waiting_bytes
 from .int8_moments import scales, unit_segments
+from .layers import layer_records, of_layers
 from .linear_layers import q8_savings
 from .mixers import mixer_costs
 from .muon import matrix_elements
-from .units import EMBEDDING, HEAD, TIED, Unit, holds_tied_copy, units
+from .parameters import stage_parameters
+from .stages import (
+    end_records,
+    quantized_weights,
+    stage_layers,
+    virtual_stage_layers,
+    virtual_stage_recompute_groups,
+)
+from .vocabulary import vocabulary_rows
 
-# Megatron's default of --ddp-bucket-size, large enough for rings over many ranks
-BUCKET_ELEMENTS = 40_000_000
-BUCKET_ELEMENTS_PER_RANK = 1_000_000
-BF16_BYTES = 2
 INT8_COPIES = 2  # of a weight, for forward and for data gradients
-
-
-def bucket_minimum(run: RunConfig, dp: int) -> int:
-    """Return the minimum elements per bucket; without reductions every unit is a bucket."""
-    if run.parallel.ddp_bucket_size:
-        return run.parallel.ddp_bucket_size
-    return max(BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_RANK * dp) if dp > 1 else 1
-
-
-def cut(units: Sequence[int], minimum: int, tied: bool) -> list[range]:
-    """Return each bucket's units: as few as have `minimum` elements together; the last bucket takes the rest.
-
-    tied: the last unit is a word embedding that another stage also has, and its own bucket.
-    """
-    buckets = []
-    start = 0
-    end = len(units) - tied
-    for i in range(end):
-        if sum(units[start : i + 1]) >= minimum:
-            buckets.append(range(start, i + 1))
-            start = i + 1
-    if start < end:
-        buckets.append(range(start, end))
-    if len(buckets) > 1 and not sum(units[buckets[-1].start : end]):  # nothing trained
-        last = buckets.pop()
-        buckets[-1] = range(buckets[-1].start, last.stop)
-    return [*buckets, range(end, len(units))] if tied else buckets
-
-
-def adapter_parameters(run: RunConfig) -> tuple[int, ...]:
-    return of_layers(
-        run, lambda kind: sum(r.parameters for r in layer_records(run, kind) if r.adapts)
-    )
 
 
 def frozen_elements(run: RunConfig, layout: Layout, stage: int) -> int:
@@ -102,66 +55,6 @@ def frozen_elements(run: RunConfig, layout: Layout, stage: int) -> int:
 def frozen_bytes(run: RunConfig, layout: Layout, stage: int) -> int:
     saved = q8_savings(run, layout, stage)
     return run.element_bytes * frozen_elements(run, layout, stage) - saved
-
-
-def unit_elements(run: RunConfig, layout: Layout, stage: int) -> dict[Unit, int]:
-    per_layer = adapter_parameters(run) if run.lora.on else layer_parameters(run)
-    others = {HEAD: 0, EMBEDDING: 0}
-    if not run.lora.on:
-        table = vocabulary_rows(run) * run.model.hidden_size
-        embedding = sum(r.parameters for r in embedding_records(run))
-        others = {
-            HEAD: sum(r.parameters for r in head_records(run, tied=True)),
-            EMBEDDING: embedding,
-            TIED: table,
-        }
-        if holds_tied_copy(run, layout.placement, stage):
-            others[EMBEDDING] -= table
-    return {
-        unit: per_layer[unit] if isinstance(unit, int) else others[unit]
-        for unit in units(run, layout, stage)
-    }
-
-
-def bucket_units(run: RunConfig, layout: Layout, stage: int) -> list[list[Unit]]:
-    elements = unit_elements(run, layout, stage)
-    minimum = bucket_minimum(run, layout.replicas)
-    names = list(elements)
-    buckets = cut(list(elements.values()), minimum, tied=TIED in elements)
-    return [names[bucket.start : bucket.stop] for bucket in buckets]
-
-
-@lru_cache(maxsize=64)
-def bucket_sizes(run: RunConfig, layout: Layout, stage: int) -> tuple[tuple[int, int], ...]:
-    """Return (elements, divided expert elements) for each bucket, padded so that every ZeRO shard is aligned.
-
-    Divided experts in the same units form their own bucket.
-    """
-    experts = of_layers(run, lambda kind: sum(r.divided for r in layer_records(run, kind)))
-    elements = unit_elements(run, layout, stage)
-    sizes = []
-    for bucket in bucket_units(run, layout, stage):
-        divided = sum(experts[unit] for unit in bucket if isinstance(unit, int))
-        others = sum(elements[unit] for unit in bucket) - divided
-        sizes.append(
-            (
-                round_up(others, layout.replicas * FLAT_ALIGNMENT),
-                round_up(divided, layout.edp * FLAT_ALIGNMENT),
-            )
-        )
-    return tuple(sizes)
-
-
-def bucket_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
-    return [others + divided for others, divided in bucket_sizes(run, layout, stage)]
-
-
-def updated_elements(run: RunConfig, layout: Layout, stage: int) -> list[int]:
-    """Return the elements that a rank updates: each bucket, or with ZeRO-1 its shard; divided experts last."""
-    sizes = bucket_sizes(run, layout, stage)
-    expert_shards = layout.edp if run.parallel.zero_stage else 1
-    others = [size // zero_shards(run, layout) for size, _ in sizes]
-    return others + [divided // expert_shards for _, divided in sizes]
 
 
 def _second_moment_of_muon(run: RunConfig, layout: Layout, stage: int) -> int:
@@ -202,46 +95,6 @@ def moment_bytes(run: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
     )
     return both, both
 
-
-def gradient_bytes(run: RunConfig) -> int:
-    return BF16_BYTES if run.parallel.grad_reduce_in_bf16 else FP32_BYTES
-
-
-def gradient_collectives(run: RunConfig, layout: Layout, stage: int) -> list[Collective]:
-    collectives = []
-    size = gradient_bytes(run)
-    if holds_tied_copy(run, layout.placement, stage):
-        elements = vocabulary_rows(run) * run.model.hidden_size
-        collectives.append(Collective("all_reduce", "embedding", elements * size))
-    if run.tp > 1:
-        records = stage_records(run, layout, stage)
-        if sequence_shards(run) > 1:
-            partial = sum(record.replicated for record in records)
-        else:
-            partial = sum(record.of_heads for record in records)
-        if partial:
-            collectives.append(Collective("all_reduce", "tp", partial * FP32_BYTES))
-    for others, divided in bucket_sizes(run, layout, stage):
-        collectives += _bucket_collectives(run, "dp", layout.replicas, others)
-        collectives += _bucket_collectives(run, "edp", layout.edp, divided)
-    return collectives
-
-
-def _bucket_collectives(
-    run: RunConfig, group: str, replicas: int, elements: int
-) -> list[Collective]:
-    size = gradient_bytes(run)
-    if replicas == 1 or not elements:
-        return []
-    if not run.parallel.zero_stage:
-        return [Collective("all_reduce", group, elements * size)]
-    return [
-        Collective("reduce_scatter", group, elements * size),
-        Collective("all_gather", group, elements // replicas * run.element_bytes),
-    ]
-
-
-# Memory at the peak --------------------------------------------------------------------------------------------------------------
 
 # Limits of a block of FP32 logits: these bytes, or 1 / LOGITS_SHARE of the layers' saved bytes.
 LOGITS_MIN_BYTES = 36 << 20
@@ -329,56 +182,6 @@ def weight_input_bytes(run: RunConfig) -> tuple[int, ...]:
         return mixer + 2 * activation_bytes(run) + 2 * run.model.fc1_widths * inner
 
     return of_layers(run, kept)
-
-
-# Attention kernels (kernels_sve/attention/attention_shape.h): rows of a block, dQ sums per head, and the length from which heads are few.
-ATTENTION_BLOCK = 96
-QUERY_SUMS = 6
-LONG_SEQUENCE = 32768
-CAPPED_SCORES = 6  # tensors of scores that torch holds at once in the backward of capped attention
-
-
-def attention_bytes(run: RunConfig, threads: int) -> int:
-    """Return the FP32 bytes for the attention kernels' packed operands and sums.
-
-    threads: per rank. About 12 matrices (s, d) per head in progress; with a sequence segment's s if ranks exchange keys.
-    """
-    return max(
-        _attention_bytes(run, threads, cp_comm_type) for cp_comm_type in set(cp_comm_types(run))
-    )
-
-
-def _attention_bytes(run: RunConfig, threads: int, cp_comm_type: str) -> int:
-    model = run.model
-    cp = run.parallel.context_parallel_size
-    queries = keys = model.seq_length
-    heads = model.num_attention_heads // run.tp
-    groups = model.query_groups // run.tp
-    if model.attn_logit_softcapping is not None:
-        scores = run.tokens_per_microbatch * heads * queries // cp
-        return FP32_BYTES * CAPPED_SCORES * scores
-    if cp > 1 and cp_comm_type == A2A:
-        heads = heads // cp
-        groups = groups * group_copies(groups, cp) // cp
-    elif cp > 1:
-        queries = model.seq_length // (2 * cp)
-        if cp_comm_type == P2P:
-            keys = queries
-    share = heads // groups
-    sums = min(round_up(keys, ATTENTION_BLOCK) // ATTENTION_BLOCK, QUERY_SUMS)
-    wanted = max(2, min(16, threads))
-    if max(queries, keys) > LONG_SEQUENCE:
-        wanted = min(wanted, -(-threads // sums))
-    groups_at_once = min(-(-wanted // share), groups * run.batch.micro_batch_size)
-    heads_at_once = wanted if share > wanted else groups_at_once * share
-    query_elements = round_up(queries, ATTENTION_BLOCK) * model.kv_channels
-    key_elements = round_up(keys, ATTENTION_BLOCK) * model.kv_channels
-    per_head = (4 + sums) * query_elements + 2 * queries
-    per_group = key_elements
-    if share > 1:
-        per_head += 2 * key_elements
-        per_group = 3 * key_elements
-    return FP32_BYTES * (heads_at_once * per_head + groups_at_once * per_group)
 
 
 def inner_bytes(run: RunConfig, width: int) -> int:

@@ -12,9 +12,10 @@ from ..config.layer_kinds import LayerKind
 from ..config.layout import Layout
 from ..config.model import MLP_OF_EXPERTS, ModelConfig
 from ..config.run_config import RunConfig
-from .accounting import of_layers, stage_layers
+from .layers import of_layers
 from .linear_layers import mlp_linears
 from .mixers import Matrices, mixer_costs
+from .stages import stage_layers
 
 
 def layer_matrices(run: RunConfig, kind: LayerKind) -> Matrices:

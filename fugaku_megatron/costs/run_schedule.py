@@ -17,13 +17,9 @@ from ..pipeline.in_flight import InFlight
 from ..pipeline.placement import Placement
 from ..pipeline.schedule import Schedule
 from ..pipeline.schedule_names import row
-from .accounting import (
-    layer_and_head_flops,
-    stage_layers,
-    virtual_stage_recompute_groups,
-    virtual_stage_sizes,
-)
+from .layers import layer_and_head_flops
 from .memory import chunks_live_bytes, live_bytes, stage_memory
+from .stages import stage_layers, virtual_stage_recompute_groups, virtual_stage_sizes
 
 # Relative costs of a layer's F, I and W: F and I have norms and attention, W has matmuls alone.
 LAYER_COSTS = 6, 7, 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..pipeline.placement import Placement
-from .accounting import stage_layers
+from .stages import stage_layers
 
 HEAD = "final norm, with an untied head"
 EMBEDDING = "embeddings"

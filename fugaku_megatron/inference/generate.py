@@ -35,9 +35,11 @@ from ..config.fields import check, flag, option, optional, switch
 from ..config.layout import Layout
 from ..config.model import ModelConfig
 from ..config.run_config import RunConfig
-from ..costs import accounting, linear_layers
+from ..costs import linear_layers
 from ..costs.attention import cache_slots
 from ..costs.mixers import cache_bytes
+from ..costs.parameters import model_parameters, stage_parameters
+from ..costs.stages import stage_layers
 from ..data.chats import ChatTemplate, read_template
 from ..data.tokenizer import Tokenizer
 from ..host import allocator
@@ -70,14 +72,14 @@ def describe(
 
     def weight_bytes(stage: int) -> int:
         saved = linear_layers.q8_inference_savings(run, layout, stage) if q8 else 0
-        return accounting.stage_parameters(run, layout, stage) * run.element_bytes - saved
+        return stage_parameters(run, layout, stage) * run.element_bytes - saved
 
     weights = max(map(weight_bytes, stages))
     positions = max(map(len, prompts)) + max_new_tokens
     kinds = [
         [
             run.model.layer_kinds[layer]
-            for layers in accounting.stage_layers(run, layout.placement, stage)
+            for layers in stage_layers(run, layout.placement, stage)
             for layer in layers
         ]
         for stage in stages
@@ -86,7 +88,7 @@ def describe(
     slots = max(cache_slots(kind, positions) for own in kinds for kind in own)
     precision = f"{run.precision.name} and {Q8}" if q8 else run.precision.name
     return (
-        f"{accounting.parameters(run):,} parameters in {precision}, tensor parallel {tp}, pipeline parallel {pp}\n"
+        f"{model_parameters(run):,} parameters in {precision}, tensor parallel {tp}, pipeline parallel {pp}\n"
         f"a rank holds at most {weights / MIB:.1f} MiB of weights and {cache / MIB:.1f} MiB of cache: "
         f"{max(map(len, kinds))} layers, {len(prompts)} samples, {slots} positions"
     )

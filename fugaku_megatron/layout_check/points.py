@@ -13,7 +13,7 @@ from ..config.layout import Layout, cp_comm_types
 from ..config.model import MLP_OF_EXPERTS
 from ..config.parallel import A2A, ALLGATHER
 from ..config.run_config import RunConfig
-from ..costs.accounting import stage_layers
+from ..costs.stages import stage_layers
 
 # Kinds of tensors, in the order in which an iteration makes them.
 USED = "weight used"

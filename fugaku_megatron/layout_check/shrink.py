@@ -18,7 +18,7 @@ from ..config.parallel import ParallelConfig
 from ..config.precision import PrecisionConfig
 from ..config.run_config import RunConfig
 from ..config.training import BatchConfig
-from ..costs import accounting
+from ..costs.vocabulary import padded_vocab_size
 
 ITERATIONS = 2  # the second one uses the weights that the first one has updated and gathered
 WIDTH = 64  # of the residual stream
@@ -192,7 +192,7 @@ def _model(run: RunConfig, layout: Layout, kept: list[int], width: _Width) -> Mo
         init_method_std=model.init_method_std * math.sqrt(model.hidden_size / h),
         **changes,
     )
-    padded = accounting.padded_vocab_size(small, layout.tp)
+    padded = padded_vocab_size(small, layout.tp)
     return replace(small, padded_vocab_size=padded)
 
 

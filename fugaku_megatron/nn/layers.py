@@ -27,7 +27,7 @@ from ..comm.grid import ALONE
 from ..config.lora import LoraConfig
 from ..config.model import LAYER_NORM, NORMS, ModelConfig
 from ..config.parallel import A2A
-from ..costs import activations
+from ..costs.records import overlap_blocks
 from .adapters import Adapter
 from .dropout_key import Dropout
 from .forward_context import Pass
@@ -117,7 +117,7 @@ class Context:
     def blocks(self) -> RowBlocks | None:
         if not self.tp_comm_overlap or self.sequence is None:
             return None
-        return RowBlocks(self.tp, self.ops.kernels, activations.overlap_blocks(self.tp.size))
+        return RowBlocks(self.tp, self.ops.kernels, overlap_blocks(self.tp.size))
 
     def first_position(self, x: Tensor) -> int:
         return 0 if self.sequence is None else self.tp.rank * x.shape[0]

@@ -15,16 +15,12 @@ from torch import Tensor, nn
 from ..comm.grid import Groups
 from ..config.layout import Layout, cp_comm_types
 from ..config.run_config import RunConfig
-from ..costs import accounting, memory
+from ..costs import memory
+from ..costs.stages import virtual_stage_layers, virtual_stage_recompute_groups
+from ..costs.vocabulary import padded_vocab_size
 from .blocks import TransformerLayer, make_norm
 from .forward_context import Pass
-from .layers import (
-    Context,
-    PositionEmbedding,
-    VocabParallelEmbedding,
-    hidden_dropout,
-    multiplied,
-)
+from .layers import Context, PositionEmbedding, VocabParallelEmbedding, hidden_dropout, multiplied
 from .ops import Ops, recompute
 from .ops.loss import HeadLoss, soft_capped
 from .parameter import ModelParameter
@@ -137,16 +133,14 @@ class Chunk(nn.Module):
         self.is_first = virtual_stage == 0
         self.is_last = virtual_stage == placement.virtual_stages - 1
         self.logits_rows = logits_rows
-        self.recompute_groups = accounting.virtual_stage_recompute_groups(
-            run, placement, virtual_stage
-        )
+        self.recompute_groups = virtual_stage_recompute_groups(run, placement, virtual_stage)
         self.z_losses: dict[int, Tensor] = {}
-        vocabulary = accounting.padded_vocab_size(model, context.tp.size)
+        vocabulary = padded_vocab_size(model, context.tp.size)
         if self.is_first:
             self.embedding = Embedding(vocabulary, context)
         self.layers = nn.ModuleList(
             TransformerLayer(n + 1, context)
-            for n in accounting.virtual_stage_layers(run, placement, virtual_stage)
+            for n in virtual_stage_layers(run, placement, virtual_stage)
         )
         if self.is_last:
             self.final_layernorm = make_norm("decoder.final_layernorm", context)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..comm.autograd import map_rows
 from ..comm.base import Comm
 from ..comm.exchange import Exchange
-from ..costs.activations import rank_segments, segment_numbers
+from ..costs.context_parallel import rank_segments, segment_numbers
 from .heads import Heads
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from ..cli import arguments
 from ..cli.output_files import check_file, writing
 from ..config.fields import check, check_positive
-from ..costs import accounting
+from ..costs.parameters import model_parameters
 from ..text.named_files import JsonObject, StrPath
 from ..text.table import pipe_table, write_csv
 from . import loss_plot, rank_table
@@ -70,7 +70,7 @@ def row_of(log: LogSummary, notes: str | None = None) -> PublishedRow:
         nodes=job.nodes,
         ranks=job.ranks,
         ghz=log.ghz,
-        size=size_name(accounting.parameters(run)) if run else "-",
+        size=size_name(model_parameters(run)) if run else "-",
         dp=job.dp,
         tp=job.tp,
         pp=job.pp,

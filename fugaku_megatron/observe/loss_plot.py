@@ -13,7 +13,7 @@ from typing import Any
 from ..cli.output_files import shown
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
-from ..costs import accounting
+from ..costs.parameters import model_parameters
 from ..text.named_files import JsonObject, StrPath
 from .history import read_history
 from .iteration_metrics import size_name
@@ -35,7 +35,7 @@ def describe(run: RunConfig, dp: int) -> str:
     pp = run.parallel.pipeline_model_parallel_size
     cp = run.parallel.context_parallel_size
     layout = Layout(dp * tp * pp * cp, tp, pp, dp, cp=cp)
-    return f"{size_name(accounting.parameters(run))}, {layout}, {run.precision.name}"
+    return f"{size_name(model_parameters(run))}, {layout}, {run.precision.name}"
 
 
 def title(description: str, place: StrPath) -> str:

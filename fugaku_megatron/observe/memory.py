@@ -19,6 +19,7 @@ from ..config.fields import check
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..costs import memory, run_schedule
+from ..costs.attention import attention_workspace_bytes
 from ..host.allocator import free_bytes, node_bytes, usage
 from ..training.trainer import IterationResult
 from .observer import MetricValues, Observer
@@ -116,7 +117,7 @@ def rank_bytes(run: RunConfig, layout: Layout, rank: int) -> int:
     stage = Grid(*layout.sizes).coords(rank)[1]
     in_flight = run_schedule.full_batch_schedule(run, layout).in_flight(stage)
     tensors = memory.stage_memory(run, layout, stage, in_flight).total
-    attention = memory.attention_bytes(run, torch.get_num_threads())
+    attention = attention_workspace_bytes(run, torch.get_num_threads())
     return tensors + attention + PROCESS_BYTES
 
 

@@ -18,7 +18,7 @@ from ..config.parallel import ParallelConfig
 from ..config.precision import PrecisionConfig
 from ..config.run_config import RunConfig
 from ..config.training import BatchConfig, TrainingConfig
-from ..costs import accounting
+from ..costs.flops import hardware_flops, parameter_flops
 from ..text.named_files import JsonObject, about
 from .iteration_metrics import IterationMetrics, parse_line
 from .metrics_writer import parse_peak_memory, parse_validation_line
@@ -48,8 +48,8 @@ _LOGGED = {
     if group != "training" or f.name in _RECOMPUTE
 }
 FORMULAS: dict[str, Callable[[RunConfig, int], float]] = {
-    "hardware": accounting.hardware_flops,
-    "parameter": lambda run, size: accounting.parameter_flops(run, size, replicas=True),
+    "hardware": hardware_flops,
+    "parameter": lambda run, size: parameter_flops(run, size, replicas=True),
 }
 _PEAK = re.compile(rb"peak memory per rank: max \d+ MiB")
 
@@ -220,7 +220,7 @@ class LogSummary:
 
     @property
     def recomputed_tflops(self) -> float | None:
-        """TFLOPs per rank by costs/accounting.py; None without model, batch or time."""
+        """TFLOPs per rank by costs/flops.py; None without model, batch or time."""
         run = self.job.run
         ranks = self.job.ranks
         if run is None or ranks is None:

@@ -11,7 +11,9 @@ from torch import Tensor
 from ..comm.base import Comm
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
-from ..costs import accounting
+from ..costs.attention import document_length
+from ..costs.flops import layer_flops
+from ..costs.stages import stage_records
 from ..data.marks import TokenCounts
 from ..host.observed import PHASES, Phases
 from ..training.trainer import IterationResult
@@ -45,10 +47,7 @@ class RankTimes(Observer):
         self.say = say
         self.file = run.output.log_ranks if world.rank == 0 else None
         self.work = [
-            sum(
-                r.flops_forward + r.flops_backward
-                for r in accounting.stage_records(run, layout, stage)
-            )
+            sum(r.flops_forward + r.flops_backward for r in stage_records(run, layout, stage))
             for stage in range(layout.pp)
         ]
         # Per iteration of the interval: seconds of each phase, and the rank's share of the computation.
@@ -70,13 +69,13 @@ class RankTimes(Observer):
         """Return computation relative to the data-parallel mean; empty if documents do not affect attention."""
         if work is None or not self.run.data.masks_attention:
             return []
-        linear, attention = accounting.layer_flops(self.run)
+        linear, attention = layer_flops(self.run)
         attention *= (
             ATTENTION_COST
             * work.squares
             / work.samples
             / self.run.model.seq_length
-            / accounting.document_length(self.run)
+            / document_length(self.run)
         )
         return [(linear + attention * work.share) / (linear + attention)]
 

@@ -23,8 +23,8 @@ from ..checkpoint.shards import WEIGHT, Shard
 from ..comm.base import Comm
 from ..comm.grid import ALONE, Groups
 from ..comm.node import NodeTensor
-from ..costs.accounting import FLAT_ALIGNMENT, round_up
-from ..costs.memory import cut
+from ..costs.buckets import FLAT_ALIGNMENT, cut
+from ..costs.vocabulary import round_up
 from ..nn.adapters import FINGERPRINTS, bits_number
 from ..nn.model import VOCABULARY, Stage
 from ..nn.parameter import ModelParameter, parameters_of
@@ -193,7 +193,7 @@ class FlatParameters:
     `frozen_memory`: dense, experts, then values and scales in eight bits of both.
 
     alike: ranks with the same dense parameters, ranks with the same experts
-    minimum: bucket size, see `costs.memory.cut`; None: one bucket, and `stage` may be any module
+    minimum: bucket size, see `costs.buckets.cut`; None: one bucket, and `stage` may be any module
     """
 
     def __init__(

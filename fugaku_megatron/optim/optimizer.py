@@ -15,7 +15,7 @@ from ..checkpoint.shards import Shard
 from ..comm.grid import Groups
 from ..config.optimizer import OPTIMIZERS, OptimizerConfig
 from ..config.run_config import RunConfig
-from ..costs.memory import bucket_minimum
+from ..costs.buckets import bucket_minimum
 from ..nn.model import Stage
 from ..nn.ops import Ops
 from ..nn.parameter import PARAMETER_DTYPES

@@ -20,8 +20,9 @@ from functools import cached_property
 from ..config import features
 from ..config.fields import check
 from ..config.layout import Layout
-from ..costs import accounting
-from ..costs.activations import FP32_BYTES, Collective
+from ..costs.activations import FP32_BYTES
+from ..costs.attention import ATTENTION_BACKWARD_SHARE
+from ..costs.records import Collective
 from .machine import GB, INT8, GemmCurve, Machine
 from .software import Parameters, Software
 from .work import Exchange, ExpertExchange, Matmul, Work
@@ -422,7 +423,7 @@ class Rank:
         Dropout decides once per probability in each pass.
         """
         name, again = (
-            ("attention_backward", accounting.ATTENTION_BACKWARD_SHARE)
+            ("attention_backward", ATTENTION_BACKWARD_SHARE)
             if p.backward
             else ("attention_forward", 1.0)
         )

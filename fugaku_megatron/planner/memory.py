@@ -14,8 +14,18 @@ from functools import lru_cache
 
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
-from ..costs import accounting, run_schedule
-from ..costs.memory import attention_bytes, stage_memory
+from ..costs import run_schedule
+from ..costs.attention import attention_workspace_bytes
+from ..costs.buckets import zero_shards
+from ..costs.memory import stage_memory
+from ..costs.parameters import stage_parameters
+from ..costs.stages import (
+    stage_layers,
+    virtual_stage_layers,
+    virtual_stage_recompute_groups,
+    virtual_stage_sizes,
+    whole_layers,
+)
 from ..pipeline.in_flight import InFlight
 from ..pipeline.placement import Placement
 from ..pipeline.schedule import Schedule
@@ -41,11 +51,11 @@ def kinds(run: RunConfig, placement: Placement) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def virtual_stage_kinds(run: RunConfig, placement: Placement) -> tuple[int, ...]:
-    sizes = accounting.virtual_stage_sizes(run, placement)
+    sizes = virtual_stage_sizes(run, placement)
     recomputed = run.training.recompute_part_layers
     features = []
     for n, layers in enumerate(sizes):
-        own = accounting.virtual_stage_layers(run, placement, n)
+        own = virtual_stage_layers(run, placement, n)
         kinds = run.model.layer_kinds[own.start : own.stop]
         again = recomputed and min(recomputed[n], layers)
         features.append((kinds, n == 0, n == len(sizes) - 1, again))
@@ -81,17 +91,14 @@ def _activations(
     scores = sizes["scores"]
     saved = layer_saved_bytes(run)
     placement = layout.placement
-    layers = sum(
-        accounting.whole_layers(run.model, own)
-        for own in accounting.stage_layers(run, placement, stage)
-    )
+    layers = sum(whole_layers(run.model, own) for own in stage_layers(run, placement, stage))
     in_flight = max(sum(moment.activations) for moment in moments)
     temporary: float = 2 * scores + 4 * hidden  # of a backward
     if training.recompute_granularity == "full":
         groups = [
             group
             for n in placement.virtual_stages_of(stage)
-            for group in accounting.virtual_stage_recompute_groups(run, placement, n)
+            for group in virtual_stage_recompute_groups(run, placement, n)
         ]
         kept_bytes = in_flight * (len(groups) * hidden + (layers - sum(map(len, groups))) * saved)
         temporary += max(map(len, groups)) * saved
@@ -118,8 +125,8 @@ def stage_mib(
     fixed = _fixed_mib(run, layout, code, nodes, parameters)
     if code.style == "native":
         return fixed + stage_memory(run, layout, stage, moments).total / MIB
-    count = accounting.stage_parameters(run, layout, stage)
-    sharded = parameters.sharded_bytes / accounting.zero_shards(run, layout)
+    count = stage_parameters(run, layout, stage)
+    sharded = parameters.sharded_bytes / zero_shards(run, layout)
     bytes = count * (parameters.state_bytes + sharded) + _activations(
         run, layout, stage, moments, parameters
     )
@@ -134,7 +141,7 @@ def _fixed_mib(
     fixed = parameters.base_mib + parameters.peer_mib * min(nodes - 1, PEERS)
     ranks = max(1, layout.world_size // nodes)
     if code.style == "native":
-        fixed += attention_bytes(run, max(1, int(parameters.threads / ranks))) / MIB
+        fixed += attention_workspace_bytes(run, max(1, int(parameters.threads / ranks))) / MIB
     glibc = parameters.glibc_mib / ranks  # it has an arena for each thread
     return fixed if code.page_faults == "none" else fixed + glibc
 

@@ -15,9 +15,19 @@ from functools import lru_cache
 from ..config.fields import flag
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
-from ..costs import accounting, activations, run_schedule
+from ..costs import activations, run_schedule
 from ..costs import memory as rank_memory
-from ..costs.activations import Collective
+from ..costs.buckets import gradient_collectives, zero_shards
+from ..costs.flops import hardware_flops
+from ..costs.parameters import model_parameters, stage_parameters, virtual_stage_parameters
+from ..costs.records import Collective
+from ..costs.stages import (
+    quantized_weights,
+    stage_layers,
+    virtual_stage_layers,
+    virtual_stage_recompute_groups,
+    whole_layers,
+)
 from ..pipeline.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from ..pipeline.makespan import makespan
 from ..pipeline.schedule import Schedule
@@ -108,14 +118,14 @@ def virtual_stage_work(
     gradients in forward.
     """
     placement = layout.placement
-    own = accounting.virtual_stage_layers(run, placement, virtual_stage)
+    own = virtual_stage_layers(run, placement, virtual_stage)
     layer_kinds = run.model.layer_kinds[own.start : own.stop]
     counts = Counter(layer_kinds)
     by_kind = {kind: work.phases(run, code, kind) for kind in counts}
     forward = [(by_kind[kind]["layer_forward"], count) for kind, count in counts.items()]
     backward = [(by_kind[kind]["layer_backward"], count) for kind, count in counts.items()]
     weights = [(by_kind[kind]["layer_weights"], count) for kind, count in counts.items()]
-    if groups := accounting.virtual_stage_recompute_groups(run, placement, virtual_stage):
+    if groups := virtual_stage_recompute_groups(run, placement, virtual_stage):
         backward += work.recomputed_layers(run, layer_kinds, groups, code)
     elif run.training.recompute_granularity == "selective":
         for kind, count in counts.items():
@@ -128,20 +138,17 @@ def virtual_stage_work(
         forward.append((phases["head_forward"], 1))
         head_gradients = forward if code.counts["logits_in_chunks"] else backward
         head_gradients.append((phases["head_backward"], 1))
-    parameters = accounting.virtual_stage_parameters(run, layout, virtual_stage)
-    layers = accounting.whole_layers(run.model, own)
+    parameters = virtual_stage_parameters(run, layout, virtual_stage)
+    layers = whole_layers(run.model, own)
     gradients = work.weight_gradients(run, parameters, 12 * layers, code)
     backward.append((gradients, 1))
     return forward, backward, weights
 
 
-stage_parameters = lru_cache(maxsize=4096)(accounting.stage_parameters)
-
-
 @lru_cache(maxsize=4096)
-def gradient_collectives(run: RunConfig, layout: Layout) -> dict[int, list[Collective]]:
+def stage_collectives(run: RunConfig, layout: Layout) -> dict[int, list[Collective]]:
     return {
-        stage: rank_memory.gradient_collectives(run, layout, stage)
+        stage: gradient_collectives(run, layout, stage)
         for stage in sorted(set(memory.kinds(run, layout.placement)))
     }
 
@@ -274,7 +281,7 @@ def _exposed(
     """
     active = network.active
     waits = []
-    for stage, collectives in gradient_collectives(run, layout).items():
+    for stage, collectives in stage_collectives(run, layout).items():
         forward, backward, weights = stages[stage]
         hiding = weights if lists.splits_backward else backward
         waits.append(
@@ -301,8 +308,7 @@ def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
     )
     layers = max(
         sum(
-            accounting.whole_layers(run.model, layers)
-            for layers in accounting.stage_layers(run, layout.placement, stage)
+            whole_layers(run.model, layers) for layers in stage_layers(run, layout.placement, stage)
         )
         for stage in kinds
     )
@@ -311,10 +317,10 @@ def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
     moved = counts["moved"] * activations.FP32_BYTES - 2 * saved_bytes
     packed_bytes = 0
     if run.system.int8 and rank.software.style == "native":
-        quantized = max(accounting.quantized_weights(run, layout, stage) for stage in kinds)
+        quantized = max(quantized_weights(run, layout, stage) for stage in kinds)
         packed_bytes = rank_memory.INT8_COPIES * quantized_bytes(quantized, run.element_bytes)
     return (
-        rank.traffic(moved * parameters / accounting.zero_shards(run, layout) + packed_bytes)
+        rank.traffic(moved * parameters / zero_shards(run, layout) + packed_bytes)
         + rank.calls(counts["calls_per_layer"] * layers)
         + muon / layout.replicas
     )
@@ -402,10 +408,7 @@ def predict(run: RunConfig, system: System, with_band: bool = True) -> Predictio
         )
     used = memory.peak_mib(run, layout, system)
     tflops = (
-        accounting.hardware_flops(run, layout.global_batch_size(run))
-        / modelled.seconds
-        / system.nodes
-        / 1e12
+        hardware_flops(run, layout.global_batch_size(run)) / modelled.seconds / system.nodes / 1e12
     )
     return Prediction(
         seconds=modelled.seconds,
@@ -541,7 +544,7 @@ def lacking_choices(run: RunConfig, code: Software) -> list[str]:
 def facts(run: RunConfig, layout: Layout, system: System) -> dict[str, float]:
     return {
         "nodes": system.nodes,
-        "parameters": accounting.parameters(run),
+        "parameters": model_parameters(run),
         "sequence length": run.model.seq_length,
         "micro-batch size": run.batch.micro_batch_size,
         "tensor-parallel size": layout.tp,

@@ -1,7 +1,7 @@
 """One rank's work for one micro-batch: matmuls, bytes moved and allocated, operator calls,
 collectives.
 
-Legend: as in `costs.accounting`.
+Legend: as in `costs.layers`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,28 @@ from ..config.layer_kinds import LayerKind
 from ..config.layout import Layout
 from ..config.model import MLP_OF_EXPERTS, ModelConfig
 from ..config.run_config import RunConfig
-from ..costs import accounting, activations, experts, memory
-from ..costs.activations import Collective, Collectives, Record
+from ..costs import experts, memory
+from ..costs.layers import (
+    embedding_records,
+    head_records,
+    is_quantized,
+    last_recomputed_records,
+    layer_records,
+    typical_layer,
+)
 from ..costs.mixers import mixer_costs
 from ..costs.muon import orthogonalized
+from ..costs.records import (
+    COMBINE,
+    DISPATCH,
+    EXPERTS,
+    SHARED,
+    Collective,
+    Collectives,
+    Record,
+    overlap_blocks,
+)
+from ..costs.vocabulary import vocabulary_rows
 from ..pipeline.schedule_names import row
 from .software import Software
 
@@ -132,14 +150,14 @@ def tensors(run: RunConfig, kind: LayerKind | None = None) -> dict[str, int]:
     kind: None: `typical_layer`
     """
     model = run.model
-    each = kind or accounting.typical_layer(model)
+    each = kind or typical_layer(model)
     rows = run.tokens_per_microbatch * run.element_bytes
     mixer = _NO_MIXER if each.mixer is None else mixer_costs(each.mixer).tensors(run)
     return {
         "hidden": rows * model.hidden_size,
         **mixer,
         "mlp": rows * _mlp_width(model, each.mlp) * (model.fc1_widths + 1) // 2 // run.tp,
-        "logits": rows * accounting.vocabulary_rows(run),
+        "logits": rows * vocabulary_rows(run),
     }
 
 
@@ -211,7 +229,7 @@ class _MatmulOptions:
 
     def quantized(self, record: Record, weight_gradient: bool = False) -> int:
         """Return the operands that a matmul quantizes: both for a weight gradient, else one, as weights are kept."""
-        if not self.int8 or not accounting.is_quantized(self.run, record):
+        if not self.int8 or not is_quantized(self.run, record):
             return 0
         if weight_gradient:
             return 2 if self.run.system.int8_wgrad else 0
@@ -272,7 +290,7 @@ def _in_layer(run: RunConfig, software: Software, work: Work) -> Work:
     overlapped = (
         (data, *weight) if reduced and not row(run.parallel.schedule).splits_backward else (data,)
     )
-    first = replace(data, m=-(-data.m // (run.tp * activations.overlap_blocks(run.tp))))
+    first = replace(data, m=-(-data.m // (run.tp * overlap_blocks(run.tp))))
     return replace(
         work,
         collectives=(),
@@ -319,11 +337,11 @@ def _layer(
         (run.model.num_experts or 0) // run.parallel.expert_model_parallel_size
     )
     exchange = ExpertExchange(
-        there=sent(activations.DISPATCH),
-        back=sent(activations.COMBINE),
+        there=sent(DISPATCH),
+        back=sent(COMBINE),
         groups=groups,
-        overlapped=matmuls(activations.EXPERTS),
-        around=matmuls(activations.SHARED),
+        overlapped=matmuls(EXPERTS),
+        around=matmuls(SHARED),
     )
     return replace(
         whole,
@@ -352,11 +370,11 @@ def phases(run: RunConfig, software: Software, kind: LayerKind | None = None) ->
     """
     sizes = _elementwise_tensors(run, software, kind)
     options = _MatmulOptions.of(run, software)
-    each = kind or accounting.typical_layer(run.model)
-    layer = accounting.layer_records(run, kind)
+    each = kind or typical_layer(run.model)
+    layer = layer_records(run, kind)
     ends = {
-        "embedding": accounting.embedding_records(run),
-        "head": accounting.head_records(run, tied=False),
+        "embedding": embedding_records(run),
+        "head": head_records(run, tied=False),
     }
     work = {}
     for phase, record_work in (("forward", _forward), ("backward", _backward)):
@@ -385,7 +403,7 @@ def recomputed_layers(
 
 
 def _last_recomputed(run: RunConfig, kind: LayerKind, software: Software) -> Work:
-    records = accounting.last_recomputed_records(run, kind)
+    records = last_recomputed_records(run, kind)
     sizes = _elementwise_tensors(run, software, kind)
     forward = partial(_forward, options=_MatmulOptions.of(run, software))
     layer = _layer(run, software, records, forward)
@@ -393,7 +411,7 @@ def _last_recomputed(run: RunConfig, kind: LayerKind, software: Software) -> Wor
 
 
 def recomputed_mixer(run: RunConfig, kind: LayerKind, software: Software) -> Work:
-    records = [r for r in accounting.layer_records(run, kind) if r.mixes]
+    records = [r for r in layer_records(run, kind) if r.mixes]
     if not records:
         return Work()
     sizes = tensors(run, kind)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 
 from ..cli.arguments import make_run
-from ..costs import accounting
+from ..costs.flops import model_flops
+from ..costs.parameters import model_parameters
 from ..text.named_files import JsonObject
 from .record import LABEL, rows_of
 
@@ -54,9 +55,9 @@ def whole_model(
     name: str, row: JsonObject, recipe: str, changes: JsonObject, sections: JsonObject
 ) -> JsonObject:
     run = make_run(recipe, {**changes, "seq_length": row["seq_length"], "mock_data": True})
-    parameters = accounting.parameters(run)
+    parameters = model_parameters(run)
     tokens = row["seq_length"]
-    sample = row["gradient_seconds"] * accounting.model_flops(run, 1) / row["flops"]
+    sample = row["gradient_seconds"] * model_flops(run, 1) / row["flops"]
     update = row["update_seconds"] * parameters / row["parameters"]
     reduce_gbs = sections.get("communication", {}).get("all_reduce_gbs")
     if reduce_gbs and row["groups"] > 1:

@@ -7,7 +7,8 @@ import statistics
 
 from ..cli.arguments import make_run
 from ..config.run_config import RunConfig
-from ..costs import accounting
+from ..costs.flops import model_flops
+from ..costs.parameters import model_parameters
 from ..text.named_files import JsonObject
 from .context import Context
 from .training import PLAIN, USABLE, rank_bytes, repeated, trainer_of
@@ -48,7 +49,7 @@ def chosen_layers(context: Context, shape: str, seconds: float) -> RunConfig | N
     sizes = [tp for tp in TENSOR_PARALLEL if here % tp == 0]
     for s, tp in itertools.product(context.scale.sequences, sizes):
         run = two_layers(context, shape, tp, s)
-        quick = 4 * accounting.model_flops(run, 1) / (tp * context.training_flops) < seconds
+        quick = 4 * model_flops(run, 1) / (tp * context.training_flops) < seconds
         if quick and rank_bytes(run, tp) < least:
             return run
     return None
@@ -75,6 +76,6 @@ def layers_row(context: Context, shape: str, seconds: float) -> JsonObject:
         "gradient_seconds": gradients,
         "update_seconds": max(0.0, whole - gradients),
         "rounds": rounds,
-        "parameters": accounting.parameters(run),
-        "flops": accounting.model_flops(run, 1),
+        "parameters": model_parameters(run),
+        "flops": model_flops(run, 1),
     }

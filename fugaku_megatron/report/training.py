@@ -16,7 +16,8 @@ from ..comm.grid import Grid
 from ..comm.node import share_groups
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
-from ..costs import accounting, memory, run_schedule
+from ..costs import memory, run_schedule
+from ..costs.flops import model_flops
 from ..data.dataset import MockDataset
 from ..host import kernels
 from ..host.timing import seconds
@@ -135,7 +136,7 @@ def affordable_batches(context: Context, counts: int) -> int:
     run = make_run(
         "124m", {**PLAIN, "vocab_size": 50257, **context.scale.model, "global_batch_size": 1}
     )
-    step = accounting.model_flops(run, 1) / context.training_flops
+    step = model_flops(run, 1) / context.training_flops
     return max(1, min(MOST_MICRO_BATCHES, int(context.seconds / counts / 2 / step)))
 
 
@@ -153,7 +154,7 @@ def step_row(context: Context, run: RunConfig, comm: Comm, seconds: float) -> Js
         "seconds": step,
         "rounds": rounds,
         "tokens_per_s": tokens,
-        "tflops": accounting.model_flops(run, batch) / step / 1e12,
+        "tflops": model_flops(run, batch) / step / 1e12,
         "model_seconds": modelled_step(context, run, comm.size),
         "watts": watts,
         "tokens_per_joule": tokens / watts if watts else None,

@@ -288,7 +288,7 @@ class Row:
     tflops: per node on A64FX, per GPU on A100
     ghz: None on A100
     recompute: all layers
-    formula: counts `tflops` (accounting.hardware_flops or accounting.parameter_flops)
+    formula: counts `tflops` (costs.flops.hardware_flops or parameter_flops)
     seconds, tflops, petaflops, memory_mib: None if not printed
     synchronous: CUDA_LAUNCH_BLOCKING=1
     assumed: facts that the document does not state

@@ -1,6 +1,6 @@
 """The published benchmark tables in their own format, with corrected, recomputed and modelled values next to the printed ones.
 
-"recomputed TFLOPs" follow from the corrected time by the formula that the table used (`costs.accounting`). Printed TFLOPs have an
+"recomputed TFLOPs" follow from the corrected time by the formula that the table used (`costs.flops`). Printed TFLOPs have an
 error of up to 0.005: two digits, or x.xx5 as the mean of two values. PetaFLOPs are TFLOPs x nodes / 1024 (erratum R6), rounded to the
 digits they show, in document 002 truncated. Columns named "model" are modelled, for planned rows too; "error %" is the difference
 of the modelled from the corrected value. A table's errata follow it. Documents 000 and 002 are 124M and 001 is 30B on
@@ -23,7 +23,7 @@ from statistics import fmean
 from typing import Any
 
 from ..cli.output_files import check_file, check_picture, picture, writing
-from ..costs import accounting
+from ..costs.flops import hardware_flops, parameter_flops
 from ..observe.iteration_metrics import or_dash
 from ..planner.model import Prediction
 from ..text.table import pipe_table, write_csv
@@ -36,8 +36,8 @@ _SLACK = 1e-9  # for rounding errors of binary fractions
 def flops(row: Row) -> float:
     """Return an iteration's FLOPs by the table's formula."""
     if row.formula == "parameter":
-        return accounting.parameter_flops(row.run(), row.gbs, replicas=True)
-    return accounting.hardware_flops(row.run(), row.gbs)
+        return parameter_flops(row.run(), row.gbs, replicas=True)
+    return hardware_flops(row.run(), row.gbs)
 
 
 def tflops(row: Row, seconds: float) -> float:

@@ -8,9 +8,11 @@ from typing import Any
 
 from ..config.parallel import ParallelConfig
 from ..config.run_config import RunConfig
-from ..costs import accounting, memory
 from ..costs.activations import sequence_shards
+from ..costs.buckets import adapter_parameters
+from ..costs.parameters import model_parameters
 from ..costs.run_schedule import recompute_name
+from ..costs.vocabulary import padded_vocab_size
 from ..data.chat_dataset import lost_lines, packing_lines
 from ..host.machine import fma_peak_gflops
 from ..observe.run_log import format_run
@@ -86,14 +88,14 @@ def skip_line(run: RunConfig, train: Any) -> str | None:
 
 def announce(notes: Iterable[str], plan: Plan, machine: str, nodes: int) -> list[str]:
     run = plan.config
-    rows = accounting.padded_vocab_size(run.model, plan.layout.tp)
+    rows = padded_vocab_size(run.model, plan.layout.tp)
     notes = (*notes, *plan.param_schedule.notes(run.training))
-    parameters = f"parameters {accounting.parameters(run):,}, padded vocabulary {rows}"
+    parameters = f"parameters {model_parameters(run):,}, padded vocabulary {rows}"
     if run.model.masks_padding:
         parameters += ", padding masked in the loss"
     if run.lora.on:
         alone = replace(run, parallel=ParallelConfig())
-        trained = sum(memory.adapter_parameters(alone))
+        trained = sum(adapter_parameters(alone))
         parameters += f"; trained are {trained:,} of adapters of rank {run.lora.lora_rank}"
         if run.lora.base_in_int8:
             parameters += ", frozen linear layers in INT8"

@@ -1,7 +1,7 @@
 """--dry-run: the grid, every stage, the schedule and the memory for a run with any size, built in
 one process without traffic.
 
-Stages are built for real (on the meta device) and their parameters compared with `accounting`.
+Stages are built for real (on the meta device) and their parameters compared with `costs.parameters`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from ..comm.base import SoloComm
 from ..comm.grid import Grid
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
-from ..costs import accounting
-from ..costs.memory import Memory, frozen_bytes, gradient_collectives
+from ..costs.buckets import gradient_collectives
+from ..costs.layers import layer_records
+from ..costs.memory import Memory, frozen_bytes
+from ..costs.parameters import active_parameters, model_parameters, stage_parameters
 from ..costs.run_schedule import recomputed_layers
+from ..costs.stages import stage_layers
+from ..costs.vocabulary import padded_vocab_size
 from ..data.chat_dataset import lost_lines, packing_lines
 from ..host.placement import map_ranks, rank_line
 from ..host.placement_problems import problems
@@ -62,11 +66,11 @@ def plan_stage(plan: Plan, stage: int) -> StagePlan:
     world = SoloComm(grid.rank(0, stage, 0), plan.layout.world_size)
     built = Stage(plan.config, plan.layout, grid.groups(world), Ops.build())
     parameters = sum(p.numel() for p in built.parameters())
-    assert parameters == accounting.stage_parameters(plan.config, plan.layout, stage)
+    assert parameters == stage_parameters(plan.config, plan.layout, stage)
     moments = [moment.activations for moment in plan.schedule.in_flight(stage)]
     return StagePlan(
         stage,
-        layers=accounting.stage_layers(plan.config, plan.layout.placement, stage),
+        layers=stage_layers(plan.config, plan.layout.placement, stage),
         parameters=parameters,
         in_flight=tuple(map(max, zip(*moments, strict=True))),
         again=recomputed_layers(plan.config, plan.layout.placement, stage),
@@ -181,7 +185,7 @@ def packing(run: RunConfig) -> list[str]:
 def _divided_experts(run: RunConfig, layout: Layout) -> list[str]:
     if not run.parallel.divides_experts:
         return []
-    records = accounting.layer_records(run)
+    records = layer_records(run)
     sent = sum(
         c.bytes for r in records for c in (*r.forward, *r.backward) if c.verb == "all_to_all"
     )
@@ -263,10 +267,10 @@ def _layout_line(layout: Layout) -> str:
 
 def _parameters_line(plan: Plan) -> str:
     run = plan.config
-    text = f"parameters {accounting.parameters(run) / 1e6:.1f} M, "
+    text = f"parameters {model_parameters(run) / 1e6:.1f} M, "
     if run.model.num_experts:
-        text += f"of which a token meets {accounting.active_parameters(run) / 1e6:.1f} M, "
-    return text + f"padded vocabulary {accounting.padded_vocab_size(run.model, plan.layout.tp)}"
+        text += f"of which a token meets {active_parameters(run) / 1e6:.1f} M, "
+    return text + f"padded vocabulary {padded_vocab_size(run.model, plan.layout.tp)}"
 
 
 def _schedule_lines(plan: Plan) -> list[str]:

@@ -12,8 +12,8 @@ from torch import Tensor
 from ..comm.base import SoloComm
 from ..config.model import ACTIVATIONS, NORMS, RMS_NORM, ModelConfig
 from ..config.run_config import RunConfig
-from ..costs import accounting
 from ..costs.activations import sequence_shards
+from ..costs.vocabulary import padded_vocab_size
 from ..host.timing import timings
 from ..nn.dropout_key import Dropout
 from ..nn.heads import Heads
@@ -69,7 +69,7 @@ def kernel_cases(run: RunConfig) -> dict[str, Callable[[Ops], Tensor]]:
     b = min(run.batch.micro_batch_size, LAYER_TOKENS // s)
     x = torch.randn(s, b, h).to(dtype).requires_grad_()
     residual = x.detach()[: s // sequence_shards(run)].requires_grad_()
-    rows = min(accounting.padded_vocab_size(model, tp) // tp, 2048)
+    rows = min(padded_vocab_size(model, tp) // tp, 2048)
     table = _weight(rows, h, dtype=dtype)
     tokens = torch.randint(0, rows, (s, b))
     scores = DropoutKey(1, 1, 0, sample_dim=0)

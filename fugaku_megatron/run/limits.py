@@ -14,6 +14,7 @@ from ..config import batches
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..costs import memory
+from ..costs.attention import attention_workspace_bytes
 from ..host.allocator import node_bytes
 from ..observe.memory import PROCESS_BYTES
 
@@ -43,7 +44,7 @@ class MachineLimits:
 
     def tensor_bytes(self, config: RunConfig, layout: Layout) -> int:
         """Return --memory-per-rank, or the smallest share of any node, whose ranks share nine tenths of it."""
-        fixed = PROCESS_BYTES + memory.attention_bytes(config, torch.get_num_threads())
+        fixed = PROCESS_BYTES + attention_workspace_bytes(config, torch.get_num_threads())
         if given := config.training.memory_per_rank:
             return given * MIB - fixed
         samples = batches.run_length(config, layout.global_batch_size(config))[1]

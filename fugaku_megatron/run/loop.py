@@ -13,7 +13,7 @@ import torch
 
 from ..checkpoint.save import BackgroundSave
 from ..config.run_config import RunConfig
-from ..costs import accounting
+from ..costs.flops import hardware_flops
 from ..host import allocator, machine, runtime
 from ..observe import loss_plot, spans
 from ..observe.abft import Checksums
@@ -176,7 +176,7 @@ class Session:
         work = result.work
         squares = work.squares if work and run.data.masks_attention else None
         padded = work.padded if work else 0
-        flops = accounting.hardware_flops(run, result.global_batch_size, squares, padded)
+        flops = hardware_flops(run, result.global_batch_size, squares, padded)
         rank_flops = flops / trainer.world.size
         self.writer.add(
             IterationMetrics(

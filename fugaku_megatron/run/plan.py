@@ -16,7 +16,8 @@ from ..config.layout import Layout
 from ..config.parallel import EITHER, P2P
 from ..config.param_schedule import ParamSchedule
 from ..config.run_config import RunConfig
-from ..costs import accounting, memory, run_schedule
+from ..costs import memory, run_schedule
+from ..costs.flops import hardware_flops, model_flops
 from ..pipeline.schedule import Schedule
 from ..pipeline.schedule_names import AUTO
 
@@ -140,8 +141,8 @@ class Plan:
     def flops(self) -> Flops:
         size = self.global_batch_size
         return Flops(
-            hardware=accounting.hardware_flops(self.config, size),
-            model=accounting.model_flops(self.config, size),
+            hardware=hardware_flops(self.config, size),
+            model=model_flops(self.config, size),
         )
 
     @cached_property

@@ -7,11 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..checkpoint.load import Checkpoint
-from ..checkpoint.manifest import (
-    TRACKER,
-    join,
-    list_iterations,
-)
+from ..checkpoint.manifest import TRACKER, join, list_iterations
 from ..checkpoint.trusted import fault_note, suspects
 from ..comm.agreement import on_root
 from ..config.data import MARKING
@@ -22,7 +18,7 @@ from ..config.optimizer import MUON_FLAGS
 from ..config.param_schedule import ParamSchedule
 from ..config.run_config import RunConfig
 from ..config.sample_rules import MAX_SAMPLE, Skips
-from ..costs.accounting import padded_vocab_size
+from ..costs.vocabulary import padded_vocab_size
 from ..text.named_files import JsonObject
 from ..training.trainer import Trainer, layout_record
 from .checkpoint_source import Resume

@@ -32,8 +32,9 @@ from ..config.param_schedule import ParamSchedule
 from ..config.run_config import RunConfig
 from ..config.sample_rules import Skips
 from ..costs import run_schedule
-from ..costs.accounting import virtual_stage_sizes, zero_shards
 from ..costs.activations import sequence_shards
+from ..costs.buckets import zero_shards
+from ..costs.stages import virtual_stage_sizes
 from ..data.dataset import NEW_ORDER, DataOrder, Dataset
 from ..data.marks import TokenCounts
 from ..data.sampler import ReaderGroup

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from fugaku_megatron.costs import accounting
+from fugaku_megatron.costs.attention import ATTENTION_BACKWARD_SHARE, causal_attention_flops
 from fugaku_megatron.host import kernels
 from tests.arm import builds
 
@@ -103,14 +103,14 @@ def test_bytes_of_the_table_are_those_of_the_tensors(native, dtype):
     ("op", "sizes", "share"),
     [
         ("attention_forward", (64, 2, 6, 3, 16, 20), 1.0),
-        ("attention_backward", (64, 2, 3, 3, 16, 64), accounting.ATTENTION_BACKWARD_SHARE),
+        ("attention_backward", (64, 2, 3, 3, 16, 64), ATTENTION_BACKWARD_SHARE),
     ],
 )
 def test_flops_of_attention_are_accountings(native, op, sizes, share):
     s, b, heads, _, d, window = sizes
     printed = run(native, f"{op} {' '.join(map(str, sizes))}").stdout
     flops = float(re.search(r"flops (\d+)$", printed, re.MULTILINE)[1])
-    assert flops == share * accounting.causal_attention_flops(b * heads, s, d, window)
+    assert flops == share * causal_attention_flops(b * heads, s, d, window)
 
 
 @pytest.fixture(params=["native", pytest.param("arm", marks=builds.needs_compiler)])

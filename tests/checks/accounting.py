@@ -11,8 +11,19 @@ from torch.utils.flop_counter import FlopCounterMode
 from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
-from fugaku_megatron.costs import accounting, experts, memory
-from fugaku_megatron.costs.activations import Collective
+from fugaku_megatron.costs import experts, memory
+from fugaku_megatron.costs.activations import residual_bytes
+from fugaku_megatron.costs.buckets import gradient_collectives
+from fugaku_megatron.costs.layers import last_recomputed_records
+from fugaku_megatron.costs.parameters import stage_parameters
+from fugaku_megatron.costs.records import Collective
+from fugaku_megatron.costs.stages import (
+    end_records,
+    quantized_weights,
+    stage_layers,
+    stage_records,
+    virtual_stage_recompute_groups,
+)
 from fugaku_megatron.host import kernel_costs, kernels
 from fugaku_megatron.host.observed import Observed
 from fugaku_megatron.nn.forward_context import Pass
@@ -30,7 +41,7 @@ def check_parameters(run: RunConfig, world: int) -> None:
     )
     layout = Layout.from_run(run, world)
     assert held == [
-        accounting.stage_parameters(run, layout, rank // (layout.tp * layout.cp) % layout.pp)
+        stage_parameters(run, layout, rank // (layout.tp * layout.cp) % layout.pp)
         for rank in range(world)
     ]
 
@@ -55,7 +66,7 @@ def check_flops(run: RunConfig) -> None:
     forward = counter.get_total_flops()
     with counter:
         loss.backward()
-    records = accounting.stage_records(run, Layout.from_run(run, 1), 0)
+    records = stage_records(run, Layout.from_run(run, 1), 0)
     assert (forward, counter.get_total_flops()) == (
         sum(r.flops_forward for r in records),
         sum(r.flops_backward for r in records),
@@ -102,8 +113,8 @@ def check_quantized(run: RunConfig) -> None:
             if not p.attention:
                 flops = 2 * p.m * p.n * p.k * p.times * times * microbatches
                 modelled[p.quantized > 0] += flops
-    modelled_weights = memory.INT8_COPIES * accounting.quantized_weights(run, layout, 0)
-    records = accounting.stage_records(run, layout, 0)
+    modelled_weights = memory.INT8_COPIES * quantized_weights(run, layout, 0)
+    records = stage_records(run, layout, 0)
     if run.lora.on:  # nothing below the first layer is trained
         first = next(r for r in records if r.name == "linear_qkv")
         adapter = next(r for r in records if r.name == "linear_qkv_lora_A")
@@ -139,26 +150,20 @@ def expected_traffic(run, layout, stage: int) -> dict[tuple[str, str], int]:
     ends = [
         r
         for virtual_stage in layout.placement.virtual_stages_of(stage)
-        for r in accounting.end_records(run, layout, virtual_stage)
+        for r in end_records(run, layout, virtual_stage)
     ]
     per_microbatch = []
-    for r in accounting.stage_records(run, layout, stage):
+    for r in stage_records(run, layout, stage):
         collectives = (*r.forward, *r.backward)
         per_microbatch += collectives if r in ends else by_blocks(run, collectives)
     if run.training.recompute_granularity == "full":  # groups of one layer
-        again = [
-            c for r in accounting.last_recomputed_records(run) for c in by_blocks(run, r.forward)
-        ]
-        per_microbatch += again * sum(
-            map(len, accounting.stage_layers(run, layout.placement, stage))
-        )
-    for c in per_microbatch * microbatches + memory.gradient_collectives(run, layout, stage):
+        again = [c for r in last_recomputed_records(run) for c in by_blocks(run, r.forward)]
+        per_microbatch += again * sum(map(len, stage_layers(run, layout.placement, stage)))
+    for c in per_microbatch * microbatches + gradient_collectives(run, layout, stage):
         expected[c.verb, c.group] = expected.get((c.verb, c.group), 0) + c.bytes
     sends = (stage > 0) + (stage < layout.pp - 1)
     if sends:
-        expected["send", "pp"] = expected["recv", "pp"] = (
-            sends * microbatches * accounting.residual_bytes(run)
-        )
+        expected["send", "pp"] = expected["recv", "pp"] = sends * microbatches * residual_bytes(run)
     return expected
 
 
@@ -229,12 +234,12 @@ def check_kept(run: RunConfig) -> None:
     tp = run.parallel.tensor_model_parallel_size
     cp = run.parallel.context_parallel_size
     layout = Layout.from_run(run, tp * cp)
-    groups = accounting.virtual_stage_recompute_groups(run, layout.placement, 0)
+    groups = virtual_stage_recompute_groups(run, layout.placement, 0)
     layers = memory.layers_kept_bytes(run, range(run.model.num_layers), groups)[0]
     outside = sum(
         r.saved_bytes
         for virtual_stage in layout.placement.virtual_stages_of(0)
-        for r in accounting.end_records(run, layout, virtual_stage)
+        for r in end_records(run, layout, virtual_stage)
     )
     if (
         run.model.num_experts and run.training.recompute_granularity != "full"

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fugaku_megatron.costs import accounting
+from fugaku_megatron.costs.attention import ATTENTION_BACKWARD_SHARE, causal_attention_flops
+from fugaku_megatron.costs.layers import layer_records
 from fugaku_megatron.host import kernel_costs, kernels
 from tests.helpers import small_run
 from tests.kernels.numbers import assert_refused
@@ -147,15 +148,15 @@ def test_attention_is_counted_as_accounting_counts_it(b, heads, groups, s, d, wi
     distance = torch.arange(s).unsqueeze(1) - torch.arange(s)
     seen = (distance >= 0) & (distance <= (window or s))
     edges = (distance == 0).sum() + (distance == (window or s)).sum()
-    forward = accounting.causal_attention_flops(b * heads, s, d, window)
+    forward = causal_attention_flops(b * heads, s, d, window)
     assert forward == 4 * b * heads * d * (seen.sum() - edges / 2)
     assert kernel_costs.flops("attention_forward", qkv, out, lse, window=window) == forward
     backward = kernel_costs.flops("attention_backward", qkv, out, lse, out, qkv, window=window)
-    assert backward == accounting.ATTENTION_BACKWARD_SHARE * forward
+    assert backward == ATTENTION_BACKWARD_SHARE * forward
 
 
 def test_linear_layers_are_counted_as_accounting_counts_them():
-    for record in accounting.layer_records(small_run()):
+    for record in layer_records(small_run()):
         if record.gemm and record.name != "attention":
             m, n, k = record.gemm
             x = torch.empty(m, k)

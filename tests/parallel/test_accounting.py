@@ -10,7 +10,13 @@ import torch
 from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.costs import accounting, activations, memory
+from fugaku_megatron.costs import memory
+from fugaku_megatron.costs.attention import attention_workspace_bytes
+from fugaku_megatron.costs.context_parallel import key_working_bytes, p2p_keys
+from fugaku_megatron.costs.flops import hardware_flops, model_flops, parameter_flops
+from fugaku_megatron.costs.layers import layer_records
+from fugaku_megatron.costs.parameters import model_parameters
+from fugaku_megatron.costs.stages import stage_layers, virtual_stage_sizes
 from fugaku_megatron.host import kernels
 from fugaku_megatron.planner import search, software, work
 from fugaku_megatron.planner.system import System
@@ -24,16 +30,7 @@ from tests.checks.accounting import (
 )
 from tests.checks.allocations import MODEL, STAGES, check_peak
 from tests.checks.experts import EXPERTS, SHARED
-from tests.helpers import (
-    CP4,
-    DROPOUT,
-    P2P,
-    PP2,
-    TP2,
-    lay_out,
-    parse_layout,
-    small_run,
-)
+from tests.helpers import CP4, DROPOUT, P2P, PP2, TP2, lay_out, parse_layout, small_run
 from tests.llama_models import DELTA_NETS, FAMILIES
 
 MODELS = {
@@ -117,7 +114,7 @@ def test_parameters_are_those_of_the_stages(model, layout):
 )
 def test_recipes_have_the_published_number_of_parameters(recipe, count):
     assert (
-        accounting.parameters(
+        model_parameters(
             make_run(recipe, {"make_vocab_size_divisible_by": 1} if recipe == "124m" else {})
         )
         == count
@@ -171,12 +168,12 @@ def test_flops_of_an_iteration():
     expected = 4096 * (
         6 * (16 * layer + 128256 * 2048) + 6 * 16 * 2048 * 4096
     )  # with half of attention's square
-    assert accounting.model_flops(run, 1) == pytest.approx(expected, rel=1e-12)
+    assert model_flops(run, 1) == pytest.approx(expected, rel=1e-12)
     mistral = make_run(
         "mistral-7b", {}
     )  # 8192 tokens, of which a token sees the last 4096: 3/4 of the triangle
     whole = make_run("mistral-7b", {"window_size": None})
-    assert accounting.model_flops(whole, 1) - accounting.model_flops(mistral, 1) == pytest.approx(
+    assert model_flops(whole, 1) - model_flops(mistral, 1) == pytest.approx(
         32 * 12 * 4096 * 8192**2 / 8, rel=1e-9
     )
     products = [
@@ -196,16 +193,12 @@ def test_flops_of_documents():
     square = (
         16 * 4 * 2048 * 4096
     )  # of attention over one more token of a document, of all tokens and layers
-    assert accounting.hardware_flops(run, 3) - accounting.hardware_flops(
-        run, 3, 3 * 8 * 512**2
-    ) == pytest.approx(3 * 4 * square * (4096 - 512))
-    assert accounting.hardware_flops(short, 3) == pytest.approx(
-        accounting.hardware_flops(run, 3, 3 * 8 * 512**2)
+    assert hardware_flops(run, 3) - hardware_flops(run, 3, 3 * 8 * 512**2) == pytest.approx(
+        3 * 4 * square * (4096 - 512)
     )
-    assert accounting.hardware_flops(short, 3, 3 * 4096**2) == pytest.approx(
-        accounting.hardware_flops(run, 3)
-    )
-    assert accounting.model_flops(run, 3) - accounting.model_flops(short, 3) == pytest.approx(
+    assert hardware_flops(short, 3) == pytest.approx(hardware_flops(run, 3, 3 * 8 * 512**2))
+    assert hardware_flops(short, 3, 3 * 4096**2) == pytest.approx(hardware_flops(run, 3))
+    assert model_flops(run, 3) - model_flops(short, 3) == pytest.approx(
         3 * 3 * square * (4096 - 512) / 2
     )
     attended = [
@@ -231,12 +224,10 @@ def test_flops_of_documents():
 def test_hardware_flops_reproduce_the_tables(recipe, layout, seconds, tflops):
     ranks, flags = parse_layout(layout)
     run = make_run(recipe, flags)
-    flops = accounting.hardware_flops(run, run.batch.global_batch_size)
+    flops = hardware_flops(run, run.batch.global_batch_size)
     assert flops / seconds / ranks / 1e12 == pytest.approx(tflops, rel=1e-3)
     if recipe == "30b":
-        assert accounting.model_flops(run, 1536) / accounting.hardware_flops(
-            run, 1536
-        ) == pytest.approx(0.735, abs=1e-3)
+        assert model_flops(run, 1536) / hardware_flops(run, 1536) == pytest.approx(0.735, abs=1e-3)
 
 
 def test_parameter_flops_reproduce_the_tables():
@@ -255,9 +246,7 @@ def test_parameter_flops_reproduce_the_tables():
             "train_iters": 1,
         },
     )
-    assert accounting.parameter_flops(run, 2048) / 160.29 / 320 / 1e12 == pytest.approx(
-        120.02, abs=0.005
-    )
+    assert parameter_flops(run, 2048) / 160.29 / 320 / 1e12 == pytest.approx(120.02, abs=0.005)
     split = make_run(
         None,
         {
@@ -268,9 +257,9 @@ def test_parameter_flops_reproduce_the_tables():
             "pipeline_model_parallel_size": 10,
         },
     )
-    assert accounting.parameter_flops(
-        split, 2048, replicas=True
-    ) / 160.29 / 320 / 1e12 == pytest.approx(120.05, abs=0.008)
+    assert parameter_flops(split, 2048, replicas=True) / 160.29 / 320 / 1e12 == pytest.approx(
+        120.05, abs=0.008
+    )
 
 
 # What it sends --------------------------------------------------------------------------------------------------------------------
@@ -319,13 +308,13 @@ def test_keys_that_are_passed_are_those_counted(layout):
     layout = Layout.from_run(run, world)
     model = run.model
     e = run.element_bytes
-    passed = activations.p2p_keys(model.seq_length, layout.cp, model.window)
+    passed = p2p_keys(model.seq_length, layout.cp, model.window)
     of_key = run.batch.micro_batch_size * 2 * model.query_groups // layout.tp * model.kv_channels
     microbatches = layout.microbatches(run, layout.global_batch_size(run)) * model.num_layers
     for rank, tally in enumerate(tallies(run, world)):
         sent, got = passed[rank // layout.tp % layout.cp]
         assert tally["cp", "send"][1] == microbatches * of_key * (2 * sent * e + got * 4)
-    record = next(r for r in accounting.layer_records(run) if r.name == "attention")
+    record = next(r for r in layer_records(run) if r.name == "attention")
     most_sent, most_got = (max(row) * of_key for row in zip(*passed, strict=True))
     assert sum(c.bytes for c in record.forward) == pytest.approx(most_sent * e, abs=layout.cp * e)
     assert sum(c.bytes for c in record.backward) == pytest.approx(
@@ -351,7 +340,7 @@ def test_keys_that_ranks_pass_are_those_that_queries_see(s, ranks, window):
             count = int(seen[-1] - seen[0]) + 1 if len(seen) else 0
             sent[source] = sent[source] + count
             got[rank] = got[rank] + count
-    assert activations.p2p_keys(s, ranks, window) == tuple(zip(sent, got, strict=True))
+    assert p2p_keys(s, ranks, window) == tuple(zip(sent, got, strict=True))
 
 
 # What it keeps --------------------------------------------------------------------------------------------------------------------
@@ -425,7 +414,7 @@ def test_memory_of_attention_is_that_of_its_kernels(heads, groups, seq_length):
     thread = threading.Thread(target=backward)
     thread.start()
     thread.join()
-    assert grown == [pytest.approx(memory.attention_bytes(run, 1), rel=0.05, abs=2 << 20)]
+    assert grown == [pytest.approx(attention_workspace_bytes(run, 1), rel=0.05, abs=2 << 20)]
 
 
 @pytest.mark.parametrize(
@@ -511,7 +500,7 @@ def test_peak_where_ranks_exchange_keys(rank, layout):
         "global_batch_size": 2,
     }
     run, ranks = lay_out(layout, flags)
-    assert memory.working_bytes(run) == activations.key_working_bytes(run)
+    assert memory.working_bytes(run) == key_working_bytes(run)
     check_peak(HoldingComm(rank, ranks), run, microbatches=1)
 
 
@@ -541,11 +530,9 @@ def test_rows_of_logits(changes, rows):
 def test_stages_have_the_layers_of_the_split(split, layers):
     run = make_run("124m", {**PP2, "vocab_size": 50257, "pipeline_split": split})
     where = Layout.from_run(run, 2).placement
-    assert list(accounting.virtual_stage_sizes(run, where)) == layers
-    assert accounting.stage_layers(run, where, 1) == [range(layers[0], 12)]
-    assert accounting.parameters(run) == accounting.parameters(
-        make_run("124m", {"vocab_size": 50257})
-    )
+    assert list(virtual_stage_sizes(run, where)) == layers
+    assert stage_layers(run, where, 1) == [range(layers[0], 12)]
+    assert model_parameters(run) == model_parameters(make_run("124m", {"vocab_size": 50257}))
 
 
 def test_the_planner_leaves_groups_whole():
@@ -564,10 +551,10 @@ def test_memory_of_attention_is_that_of_the_layer_which_needs_most():
 
     def of(*ways):
         run = small_run(num_layers=3, num_attention_heads=8, **CP4, cp_comm_type=ways)
-        return run, memory.attention_bytes(run, 4), activations.key_working_bytes(run)
+        return run, attention_workspace_bytes(run, 4), key_working_bytes(run)
 
     _, *heads = of("a2a")
     _, *keys = of("p2p")
     run, *mixed = of("p2p", "a2a", "a2a")
     assert mixed == [max(pair) for pair in zip(heads, keys, strict=True)] and heads != keys
-    assert accounting.layer_records(run) == accounting.layer_records(run, cp_comm_type="a2a")
+    assert layer_records(run) == layer_records(run, cp_comm_type="a2a")

@@ -9,13 +9,8 @@ from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs import run_schedule
-from fugaku_megatron.costs.memory import (
-    bucket_elements,
-    bucket_minimum,
-    cut,
-    stage_memory,
-    unit_elements,
-)
+from fugaku_megatron.costs.buckets import bucket_elements, bucket_minimum, cut, unit_elements
+from fugaku_megatron.costs.memory import stage_memory
 from fugaku_megatron.host.observed import Observed
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.optim import flat

@@ -11,7 +11,11 @@ from torch import Tensor
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.layer_kinds import marked_layers
 from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.costs import accounting, experts, memory
+from fugaku_megatron.costs import experts
+from fugaku_megatron.costs.buckets import bucket_elements, updated_elements
+from fugaku_megatron.costs.flops import model_flops
+from fugaku_megatron.costs.parameters import active_parameters, model_parameters
+from fugaku_megatron.costs.stages import stage_records
 from fugaku_megatron.host import kernels
 from fugaku_megatron.host.observed import NONBLOCKING, VERBS, Observed
 from fugaku_megatron.nn.experts import Order, Route, in_turn, kept
@@ -630,10 +634,10 @@ def test_bytes_of_divided_experts(model, layout):
         ranks = {"ep": layout.ep, "etp": layout.etp or layout.tp, "edp": layout.edp}[group]
         assert measured == expected or ranks == 1 and not expected, (verb, group)
     for stage, (_, (others, divided)) in zip(stages, results):
-        assert sum(others) + sum(divided) == sum(memory.bucket_elements(run, layout, stage))
+        assert sum(others) + sum(divided) == sum(bucket_elements(run, layout, stage))
         shards = (layout.dp, layout.edp) if run.parallel.zero_stage else (1, 1)
         assert sum(others) // shards[0] + sum(divided) // shards[1] == sum(
-            memory.updated_elements(run, layout, stage)
+            updated_elements(run, layout, stage)
         )
 
 
@@ -642,7 +646,7 @@ def test_divided_experts_keep_what_the_formula_says(layout):
     """In the mean over ranks, because those with more tokens keep more."""
     run, world = lay_out(layout, COSTED[2])
     held = ThreadWorld(world).run(held_bytes, run)
-    records = accounting.stage_records(run, Layout.from_run(run, world), 0)
+    records = stage_records(run, Layout.from_run(run, world), 0)
     division = experts.Division.of(run)
     numbers = (
         division.chosen * experts.NUMBER_BYTES + division.here * experts.RECEIVED_BYTES
@@ -725,8 +729,8 @@ A3B = {
 def test_the_published_numbers_of_a_30b_a3b():
     """30,532,122,624 parameters, 3.3 B active; 18 bytes each, 14 with BF16 moments."""
     run = small_run(**A3B)
-    assert accounting.parameters(run) == 30_532_122_624
-    assert accounting.active_parameters(run) == pytest.approx(3.35e9, rel=0.002)
+    assert model_parameters(run) == 30_532_122_624
+    assert active_parameters(run) == pytest.approx(3.35e9, rel=0.002)
     for changes, total in (({}, 549e9), (BF16_MOMENTS, 427e9)):
         found = plan_memory(small_run(**A3B, **changes), microbatches=1)
         assert found.weights + found.gradients + found.optimizer == pytest.approx(total, rel=0.002)
@@ -737,9 +741,7 @@ def test_the_published_numbers_of_a_30b_a3b():
     attention = (
         48 * 32 * 128 * 1024 * 2
     )  # of a token, below the diagonal: two matmuls of half of 1024 pairs
-    assert accounting.model_flops(run, 1) == pytest.approx(
-        1024 * 3 * (2 * linear + attention), rel=1e-6
-    )
+    assert model_flops(run, 1) == pytest.approx(1024 * 3 * (2 * linear + attention), rel=1e-6)
     layer = work.phases(run, software.load("fugaku_megatron"))["layer_forward"]
     assert [(p.m, p.n, p.k, p.times) for p in layer.matmuls if p.times > 1] == [
         (64, 1536, 2048, 128),

@@ -11,7 +11,7 @@ from fugaku_megatron.cli.arguments import make_run, model_flags, parse
 from fugaku_megatron.config.hybrid import parse_pattern
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.pipeline_layout import parse_layout
-from fugaku_megatron.costs import accounting
+from fugaku_megatron.costs.stages import virtual_stage_sizes
 from fugaku_megatron.data.sampler import fetch
 from tests.checks.plain_model import plain_losses
 from tests.helpers import assert_near, lay_out, make_trainer, run_layout, train, whole_tensors
@@ -86,7 +86,7 @@ def test_segments_are_the_layers_of_virtual_stages():
             [*BASE, "--hybrid-layer-pattern", pattern, "--pipeline-model-parallel-size", "2"]
         ).run
         placement = Layout.from_run(run, 2).placement
-        assert accounting.virtual_stage_sizes(run, placement) == sizes
+        assert virtual_stage_sizes(run, placement) == sizes
 
 
 def test_a_recipe_with_gated_delta_nets_is_planned(capsys):

@@ -14,7 +14,7 @@ from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.comm.agreement import Nodes, find_nodes
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.costs import memory
+from fugaku_megatron.costs.attention import attention_workspace_bytes
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.host import cgroup
 from fugaku_megatron.host.allocator import free_bytes, node_bytes, usage
@@ -39,7 +39,7 @@ def test_a_ranks_memory_is_the_dry_runs():
     layout = Layout.from_run(run, 8)
     for rank in range(8):
         plan = plan_stage(Plan(run, layout), rank // 2)
-        kernels = memory.attention_bytes(
+        kernels = attention_workspace_bytes(
             run, torch.get_num_threads()
         )  # of threads that a dry run does not know
         assert (

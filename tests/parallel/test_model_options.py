@@ -15,7 +15,7 @@ from torch import Tensor
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
-from fugaku_megatron.costs import accounting
+from fugaku_megatron.costs.layers import layer_records
 from fugaku_megatron.data.sampler import fetch
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.observe.iteration_metrics import parse_line
@@ -254,6 +254,6 @@ def test_decoupled_learning_rates_reach_the_embedding_and_the_head_alone(layout,
 def test_the_dry_run_and_the_formulas_know_them(name):
     run, _ = lay_out(SPLIT, option_flags(name))
     assert "memory of one rank per stage" in report(run, 4)
-    records = accounting.layer_records(run)
+    records = layer_records(run)
     assert [r for r in records if r.name == run.model.activation][0].saved_bytes == 32 * 64 * 4
     assert Layout.from_run(run, 4).dp == 1

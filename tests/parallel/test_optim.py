@@ -16,7 +16,7 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.optimizer import MUON_COEFFICIENTS
 from fugaku_megatron.config.param_schedule import ParamSchedule
 from fugaku_megatron.config.precision import PrecisionConfig
-from fugaku_megatron.costs.accounting import FLAT_ALIGNMENT
+from fugaku_megatron.costs.buckets import FLAT_ALIGNMENT
 from fugaku_megatron.data.sampler import fetch
 from fugaku_megatron.host import kernels
 from fugaku_megatron.optim.flat import Place, initial_values
@@ -29,9 +29,7 @@ from fugaku_megatron.run.resume import resume_training
 from fugaku_megatron.training.trainer import Trainer
 from tests.checks.allocations import plan_memory
 from tests.checks.moments import BF16_MOMENTS
-from tests.checks.training import (
-    trained,
-)
+from tests.checks.training import trained
 from tests.helpers import (
     OVERLAP,
     TP2PP2,

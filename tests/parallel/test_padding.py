@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.run_config import RunConfig
-from fugaku_megatron.costs import accounting
+from fugaku_megatron.costs.flops import hardware_flops
 from fugaku_megatron.data.chat_dataset import ChatDataset, ChatFiles
 from fugaku_megatron.data.dataset import DatasetConfig
 from fugaku_megatron.data.marks import COUNTED, PADDED, TokenCounts
@@ -23,13 +23,7 @@ from fugaku_megatron.nn.positions import document_angles, rotary_angles
 from fugaku_megatron.observe.metrics_writer import LogOutputs, MetricsWriter
 from fugaku_megatron.run.loop import Session
 from fugaku_megatron.training.trainer import Trainer
-from tests.checks.chats import (
-    CHAT_LENGTH,
-    PADDED_CHATS,
-    packed,
-    write_chats,
-    write_random_chats,
-)
+from tests.checks.chats import CHAT_LENGTH, PADDED_CHATS, packed, write_chats, write_random_chats
 from tests.checks.experts import BALANCED, BIASED, BY_POSITION, CAPACITY, EXPERTS, SINKHORN
 from tests.checks.layouts import chats_of
 from tests.helpers import make_trainer, small_run, whole_tensors
@@ -156,10 +150,10 @@ def test_scores_of_a_text_do_not_depend_on_the_texts_next_to_it(variant, files):
 def test_flops_of_the_log_leave_padding_out_of_the_experts():
     """Padding saves forward and backward FLOPs in each layer: two experts with three matrices for each token."""
     run = small_run(**{**CHATS_OF_EXPERTS, **packed(24)})
-    every, some = (accounting.hardware_flops(run, 4, None, padded) for padded in (0, 10))
+    every, some = (hardware_flops(run, 4, None, padded) for padded in (0, 10))
     assert every - some == pytest.approx(10 * 3 * 2 * (2 * 2 * 3 * 32 * 24))
     dense = small_run(**PADDED_CHATS, **packed(24))
-    assert accounting.hardware_flops(dense, 4, None, 10) == accounting.hardware_flops(dense, 4)
+    assert hardware_flops(dense, 4, None, 10) == hardware_flops(dense, 4)
 
 
 def test_marks_of_padding(files):

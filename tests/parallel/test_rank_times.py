@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.costs import accounting
+from fugaku_megatron.costs.flops import layer_flops
 from fugaku_megatron.data.marks import TokenCounts
 from fugaku_megatron.host.observed import PHASES
 from fugaku_megatron.observe.rank_table import read
@@ -85,7 +85,7 @@ def test_no_more_than_three_are_named():
 def test_a_rank_with_longer_documents_is_not_slow():
     """Give only rank 0 of eight long documents; the same time without them is reported."""
     run = small_run(**DOCUMENTS)
-    linear, attention = accounting.layer_flops(run)
+    linear, attention = layer_flops(run)
     squares = [8 * 256] + [256] * 7  # of two samples each: one document of 16 tokens, or 16 of 4
     taken = [linear * 2 + ATTENTION_COST * attention * own / 16 / 16 for own in squares]
     computation = [[seconds / taken[1] for seconds in taken]] * 3

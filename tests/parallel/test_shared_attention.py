@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fugaku_megatron.config.layout import Layout, cp_comm_types
-from fugaku_megatron.costs.activations import rank_segments
+from fugaku_megatron.costs.context_parallel import rank_segments
 from fugaku_megatron.nn.dropout_key import Dropout, DropoutKey
 from fugaku_megatron.nn.heads import Heads
 from fugaku_megatron.nn.ops import Ops

@@ -13,7 +13,8 @@ from fugaku_megatron.comm.agreement import find_nodes
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.costs import run_schedule
-from fugaku_megatron.costs.memory import attention_bytes, stage_memory
+from fugaku_megatron.costs.attention import attention_workspace_bytes
+from fugaku_megatron.costs.memory import stage_memory
 from fugaku_megatron.observe import memory as memory_module
 from fugaku_megatron.pipeline.schedule_names import AUTO
 from fugaku_megatron.planner import memory, search
@@ -130,7 +131,7 @@ def test_the_dry_run_prints_the_choice():
 def test_all_ranks_choose_for_the_fullest_node(monkeypatch):
     run, layout = auto("1f1b")
     lines = ThreadWorld(4).run(lambda world: MachineLimits(world).tensor_bytes(run, layout))
-    fixed = memory_module.PROCESS_BYTES + attention_bytes(run, torch.get_num_threads())
+    fixed = memory_module.PROCESS_BYTES + attention_workspace_bytes(run, torch.get_num_threads())
     assert lines == [int(limits.FIT * memory_module.node_bytes()) // 4 - fixed] * 4
     plans = ThreadWorld(4).run(lambda world: Plan.of(run, world.size).resolve(MachineLimits(world)))
     assert all(plan == plans[0] for plan in plans) and "none" in plans[0].choices[0]

@@ -42,7 +42,9 @@ from benchmarks import (
 from benchmarks.__main__ import FAMILIES, main, make_parser
 from benchmarks.plain_gpt import PlainGPT
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.costs import accounting
+from fugaku_megatron.costs.attention import ATTENTION_BACKWARD_SHARE, causal_attention_flops
+from fugaku_megatron.costs.layers import layer_records
+from fugaku_megatron.costs.vocabulary import padded_vocab_size
 from fugaku_megatron.host import kernels
 from fugaku_megatron.nn.forward_context import Pass
 from tests.checks.adapters import DELTA_NETS
@@ -277,8 +279,8 @@ def test_attention_counts_as_accounting_does():
     given = options("attention --recipe demo --micro-batch-size 2")
     forward, both, *_ = attention.cases(given)
     heads, s, d = forward.shape
-    flops = accounting.causal_attention_flops(2 * heads, s, d)
-    backward = accounting.ATTENTION_BACKWARD_SHARE * flops
+    flops = causal_attention_flops(2 * heads, s, d)
+    backward = ATTENTION_BACKWARD_SHARE * flops
     assert [call.flops for call in both.calls] == [flops, backward]
 
 
@@ -294,7 +296,7 @@ def test_attention_with_groups_and_a_window_agrees_with_torch(rival):
     both.run()
     assert both.error() < 1e-5
     torch.testing.assert_close(forward.baseline_run(), both.calls[0].args[1], rtol=1e-4, atol=1e-5)
-    assert both.calls[0].flops == accounting.causal_attention_flops(heads, s, d, window)
+    assert both.calls[0].flops == causal_attention_flops(heads, s, d, window)
     decode.run()
     assert decode.error() < 1e-5
 
@@ -324,7 +326,7 @@ def test_attention_over_documents_agrees_with_torch(length, flags):
 )
 def test_attention_shapes_are_those_of_the_published_aims(flags, expected):
     run = shapes.run_of(options(f"attention {flags}"))
-    records = accounting.layer_records(run)
+    records = layer_records(run)
     record = next(record for record in records if record.name == "attention")
     assert (record.gemm_count, *record.gemm[1:]) == expected
 
@@ -338,7 +340,7 @@ def test_plain_gpt_has_the_same_loss_and_gradients():
     tokens, labels = torch.randint(
         0, model.vocab_size, (2, model.seq_length, 3), generator=torch.Generator().manual_seed(4)
     )
-    plain = PlainGPT(model, accounting.padded_vocab_size(model, 1))
+    plain = PlainGPT(model, padded_vocab_size(model, 1))
     plain.load_state_dict({p.spec.name: p.data for p in trainer.optimizer.flat.parameters})
     trainer.optimizer.zero_grad()
     loss = trainer.stage.chunks[0](tokens, labels, Pass(first_sample=0))

@@ -9,7 +9,7 @@ from fugaku_megatron.config.megatron_flags import OTHER_FLAGS
 from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.config.run_config import GROUPS, RunConfig
 from fugaku_megatron.config.sample_rules import Skips
-from fugaku_megatron.costs.accounting import parameters
+from fugaku_megatron.costs.parameters import model_parameters
 
 BASE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --vocab-size 96"
 
@@ -182,12 +182,16 @@ def test_ranges_of_samples_are_joined():
 
 
 def test_recipes_have_their_published_sizes():
-    millions = {name: parameters(make_run(name, {"vocab_size": 50257})) / 1e6 for name in RECIPES}
+    millions = {
+        name: model_parameters(make_run(name, {"vocab_size": 50257})) / 1e6 for name in RECIPES
+    }
     assert millions["124m"] == pytest.approx(124.5, abs=0.2)
     assert millions["1.3b"] == pytest.approx(1315, abs=5)
     assert millions["13b"] == pytest.approx(13180, abs=100)
     assert millions["30b"] == pytest.approx(29970, abs=100)
-    assert parameters(make_run("demo", {"vocab_size": 320})) / 1e6 == pytest.approx(0.85, abs=0.02)
+    assert model_parameters(make_run("demo", {"vocab_size": 320})) / 1e6 == pytest.approx(
+        0.85, abs=0.02
+    )
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -36,7 +36,7 @@ from fugaku_megatron.convert.hugging_face import (
     plain_config,
     read_config,
 )
-from fugaku_megatron.costs import accounting
+from fugaku_megatron.costs.parameters import model_parameters
 from fugaku_megatron.inference.generation import Decoder
 from fugaku_megatron.inference.loading import load_model
 from fugaku_megatron.nn.forward_context import Documents, Pass
@@ -1274,7 +1274,7 @@ def model_of_file(name: str) -> ModelConfig:
 def test_a_published_file_is_a_model_of_the_published_size(name):
     model = replace(model_of_file(name), make_vocab_size_divisible_by=1)
     run = RunConfig(model=model, batch=BatchConfig(micro_batch_size=1))
-    assert accounting.parameters(run) == CONVERTED[name]["parameters"]
+    assert model_parameters(run) == CONVERTED[name]["parameters"]
 
 
 def test_apertus_with_rope_as_the_message_asks_has_the_published_size():
@@ -1287,7 +1287,7 @@ def test_apertus_with_rope_as_the_message_asks_has_the_published_size():
     assert read_config({**scaled, "rope_scaling": linear})[1].rotary_base == 12e6
     model = replace(model, make_vocab_size_divisible_by=1)
     run = RunConfig(model=model, batch=BatchConfig(micro_batch_size=1))
-    assert accounting.parameters(run) == 8053338176
+    assert model_parameters(run) == 8053338176
 
 
 def test_a_pattern_of_exaone_in_letters():

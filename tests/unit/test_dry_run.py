@@ -5,8 +5,7 @@ import pytest
 from fugaku_megatron.cli.arguments import make_run, parse
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.costs import accounting
-from fugaku_megatron.costs.accounting import stage_parameters
+from fugaku_megatron.costs.parameters import model_parameters, stage_parameters
 from fugaku_megatron.observe import schedule_plot
 from fugaku_megatron.planner import plan_text
 from fugaku_megatron.run.dry_run import plan_stage, report
@@ -193,7 +192,7 @@ def test_the_picture_shows_the_schedule_and_the_memory(tmp_path, monkeypatch):
 def test_frozen_weights_of_a_node_are_said_to_be_shared():
     run = make_run("124m", {"lora_rank": 8, "vocab_size": 50257})
     line = next(line for line in report(run, 2).splitlines() if line.startswith("frozen weights"))
-    mib = 4 * accounting.parameters(make_run("124m", {"vocab_size": 50257})) / 2**20
+    mib = 4 * model_parameters(make_run("124m", {"vocab_size": 50257})) / 2**20
     assert f"k of them need (k - 1) x {mib:.0f} MiB less" in line
     assert "frozen weights" not in report(run, 1)
     shared = make_run("124m", {"lora_rank": 8, "vocab_size": 50257, "context_parallel_size": 2})

@@ -14,8 +14,8 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.megatron_flags import OTHER_FLAGS
 from fugaku_megatron.config.recipes import gpt_30b, gpt_124m
 from fugaku_megatron.config.run_config import GROUP_OF, ParallelConfig
-from fugaku_megatron.costs import memory
-from fugaku_megatron.costs.activations import Collective
+from fugaku_megatron.costs.buckets import gradient_collectives
+from fugaku_megatron.costs.records import Collective
 from fugaku_megatron.planner import cost, model, plan, search, software
 from fugaku_megatron.planner.system import System
 
@@ -71,7 +71,7 @@ def test_without_overlap_all_communication_is_waited_for():
         model.Network(
             machine=system.machine, parameters=system.parameters, layout=layout, ranks_per_node=1
         ).seconds(c.verb, c.group, c.bytes)
-        for c in memory.gradient_collectives(run, layout, 0)
+        for c in gradient_collectives(run, layout, 0)
     )
     assert model.step(run, layout, bare, system.parameters).data_parallel == pytest.approx(whole)
 

@@ -13,7 +13,9 @@ from fugaku_megatron.cli.output_files import check_file, writing
 from fugaku_megatron.cli.parser import Parser
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
-from fugaku_megatron.costs import accounting
+from fugaku_megatron.costs import parameters
+from fugaku_megatron.costs.layers import layer_records
+from fugaku_megatron.costs.parameters import virtual_stage_parameters
 from fugaku_megatron.planner import plan, search
 from fugaku_megatron.planner.predict import run_of, system_of
 from fugaku_megatron.planner.system import System
@@ -308,13 +310,13 @@ def test_a_stage_describes_its_layer_once(
     args = parsed("plan --recipe 30b --nodes 48")
     run = run_of(args, system_of(args), plan.OWN)
     calls = []
-    records = accounting.layer_records
+    records = layer_records
     monkeypatch.setattr(
-        accounting,
+        parameters,
         "layer_records",
         lambda run, tp, *kind: calls.append(tp) or records(run, tp, *kind),
     )
-    assert accounting.stage_parameters(run, Layout.from_run(run, 48), 0) > 29e9 and len(calls) == 1
+    assert virtual_stage_parameters(run, Layout.from_run(run, 48), 0) > 29e9 and len(calls) == 1
 
 
 ONE_NODE = "plan --recipe demo --nodes 1 --ranks-per-node 1".split()

@@ -18,7 +18,8 @@ from fugaku_megatron.cli import program
 from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.comm.agreement import find_nodes
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.costs import accounting
+from fugaku_megatron.costs.flops import model_flops
+from fugaku_megatron.costs.parameters import model_parameters
 from fugaku_megatron.host import kernels
 from fugaku_megatron.host import machine as host_machine
 from fugaku_megatron.host.energy import Counter, Counters
@@ -287,13 +288,11 @@ def test_the_text_has_about_thirty_lines():
 def test_hours_follow_from_the_rate_of_two_layers():
     one = next(row for row in hours.hours(HEALTHY) if row["model"] == "1B")
     run = make_run("llama-3.2-1b", {"seq_length": 1024, "mock_data": True})
-    sample = (
-        2.0 * accounting.model_flops(run, 1) / 4e11
-    )  # seconds of a sample in each of two groups
-    update = 0.5 * accounting.parameters(run) / 1e8 + 4 * accounting.parameters(run) / 3e9
+    sample = 2.0 * model_flops(run, 1) / 4e11  # seconds of a sample in each of two groups
+    update = 0.5 * model_parameters(run) / 1e8 + 4 * model_parameters(run) / 3e9
     seconds = hours.TOKENS / (2 * 1024 / sample) + hours.TOKENS / hours.UPDATE_TOKENS * update
     assert one["hours"] == pytest.approx(seconds / 3600) and one["label"] == "model (extrapolated)"
-    assert one["fits"] and one["need_gib"] == pytest.approx(16 * accounting.parameters(run) / 2**30)
+    assert one["fits"] and one["need_gib"] == pytest.approx(16 * model_parameters(run) / 2**30)
 
 
 def test_every_model_has_hours_and_the_large_one_names_the_nodes_it_needs():

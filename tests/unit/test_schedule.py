@@ -11,8 +11,9 @@ from itertools import repeat
 import pytest
 
 from fugaku_megatron.config.run_config import ParallelConfig
-from fugaku_megatron.costs.accounting import layer_and_head_flops, virtual_stage_sizes
+from fugaku_megatron.costs.layers import layer_and_head_flops
 from fugaku_megatron.costs.run_schedule import build_schedule, split_costs
+from fugaku_megatron.costs.stages import virtual_stage_sizes
 from fugaku_megatron.pipeline import cuts, schedule_names, zero_bubble
 from fugaku_megatron.pipeline.executor import execute
 from fugaku_megatron.pipeline.in_flight import InFlight, peaks_in_flight

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from fugaku_megatron.checkpoint.manifest import latest_iteration
 from fugaku_megatron.cli.arguments import parse
-from fugaku_megatron.costs import accounting
+from fugaku_megatron.costs.flops import hardware_flops
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.host import kernels
 from fugaku_megatron.observe.iteration_metrics import parse_log
@@ -79,7 +79,7 @@ def test_trains_logs_and_resumes_to_the_same_bits(mpi, tmp_path, monkeypatch):
 def check_tflops(flags, log, line):
     """c B s l h^2 (1 + s/(6h) + v/(16 l h)) with c = 96, B = 8, s = 16, l = 2, h = 32, v = 96"""
     by_hand = 96 * 8 * 16 * 2 * 32**2 * (1 + 16 / (6 * 32) + 96 / (16 * 2 * 32))
-    assert accounting.hardware_flops(parse(words(flags)).run, 8) == pytest.approx(by_hand)
+    assert hardware_flops(parse(words(flags)).run, 8) == pytest.approx(by_hand)
     shown = re.search(r"FLOPs per iteration of 8 samples: (\S+) hardware", log)
     assert float(shown[1]) == pytest.approx(by_hand, rel=1e-4)
     per_rank = by_hand / 2 / line.elapsed_seconds / 1e12

@@ -1,0 +1,97 @@
+"""FLOPs of an iteration: executed, per parameter, and unavoidable. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain
+
+from ..config.layout import placement
+from ..config.parallel import ParallelConfig
+from ..config.run_config import RunConfig
+from .attention import document_length, mean_visible_share
+from .layers import head_records, layer_records, mean_layer_flops, norm_record, rank_flops
+from .parameters import layer_parameters, on_one_rank
+from .stages import virtual_stage_recompute_groups
+from .vocabulary import padded_vocab_size
+
+
+def _recompute_fraction(run: RunConfig) -> float:
+    if run.training.recompute_granularity != "full":
+        return 0.0
+    where = placement(run)
+    groups = [
+        group
+        for virtual_stage in range(where.virtual_stages)
+        for group in virtual_stage_recompute_groups(run, where, virtual_stage)
+    ]
+    return sum(map(len, groups)) / run.model.num_layers
+
+
+def layer_flops(run: RunConfig) -> tuple[float, float]:
+    """Return the mean layer's forward FLOPs per sample: (linear layers, attention over the full square)."""
+    linear, attention = rank_flops(on_one_rank(run))  # of a micro-batch
+    samples = run.batch.micro_batch_size
+    return linear / samples, attention / samples
+
+
+def expert_flops(run: RunConfig) -> float:
+    """Return the mean layer's forward FLOPs per sample in routed experts' matmuls."""
+    flops = mean_layer_flops(on_one_rank(run), lambda record: record.grouped)
+    return flops / run.batch.micro_batch_size
+
+
+def hardware_flops(
+    run: RunConfig, global_batch_size: int, squares: int | None = None, padded: int = 0
+) -> float:
+    """Return the FLOPs per iteration over all ranks as the benchmark tables count them, recompute included.
+
+    c B s l h^2 (1 + s/(6h) + v/(16 l h)) for GPT-2's block, c = 96 with full recompute, 72 without; selective recompute adds the
+    attention's forward matmuls. Source: Narayanan et al. (2021), equation 3. For other blocks the forward matmuls replace
+    24 s h^2 (1 + s/(6h)).
+
+    squares: the batch's sum of (document length)^2; None: from `document_length`.
+    padded: tokens that no expert computes.
+    """
+    model = run.model
+    linear, attention = layer_flops(run)
+    if padded:
+        linear -= expert_flops(run) * padded / (global_batch_size * model.seq_length)
+    if squares is not None:
+        attention *= squares / (global_batch_size * model.seq_length * document_length(run))
+    c = 72 + 24 * _recompute_fraction(run)
+    logits = c / 16 * model.seq_length * model.hidden_size * padded_vocab_size(model, run.tp)
+    recomputed = attention if run.training.recompute_granularity == "selective" else 0.0
+    return global_batch_size * (
+        model.num_layers * (c / 24 * (linear + attention) + recomputed) + logits - frozen_flops(run)
+    )
+
+
+def parameter_flops(run: RunConfig, global_batch_size: int, *, replicas: bool = False) -> float:
+    """Return 6 (8 with recompute) FLOPs per layer parameter and token, as the A100 tables first counted; no embeddings.
+
+    replicas: count replicated parameters TP times, as those tables did: 0.025 % more at h 13824 and TP 8.
+    """
+    counted = sum(layer_parameters(on_one_rank(run)))
+    if replicas:
+        pp = run.parallel.pipeline_model_parallel_size
+        parallel = ParallelConfig(tensor_model_parallel_size=run.tp)
+        rank = sum(layer_parameters(replace(run, parallel=parallel)))
+        counted = run.tp * (rank + pp * norm_record("final_layernorm", run).parameters)
+    return (6 + 2 * _recompute_fraction(run)) * counted * run.model.seq_length * global_batch_size
+
+
+def model_flops(run: RunConfig, global_batch_size: int) -> float:
+    """Return the FLOPs that an iteration cannot avoid: no recompute, visible pairs only, logits 6 s h v per sample."""
+    model = run.model
+    linear, attention = layer_flops(run)
+    layer = 3 * (linear + attention * mean_visible_share(model, document_length(run)))
+    logits = 6 * model.seq_length * model.hidden_size * padded_vocab_size(model, run.tp)
+    return float(global_batch_size * (model.num_layers * layer + logits - frozen_flops(run)))
+
+
+def frozen_flops(run: RunConfig) -> float:
+    """Return the weight-gradient FLOPs per sample, logits included, that adapter training skips."""
+    whole = on_one_rank(run)
+    layers = (layer_records(whole, kind) for kind in run.model.layer_kinds)
+    records = (*chain.from_iterable(layers), *head_records(whole, tied=False))
+    return sum(r.flops_forward for r in records if r.frozen) / run.batch.micro_batch_size

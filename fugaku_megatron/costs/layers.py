@@ -1,0 +1,183 @@
+"""Operations of layers, embedding and head on one rank for one micro-batch. No torch.
+
+Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads with d elements in g groups, l
+layers, v padded vocabulary, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+
+from ..config.layer_kinds import LayerKind
+from ..config.model import MLP_OF_EXPERTS, NORMS, ModelConfig
+from ..config.run_config import RunConfig
+from .activations import (
+    FP32_BYTES,
+    activation_bytes,
+    residual_bytes,
+    sequence_shards,
+    typical_cp_comm_type,
+)
+from .adapters import adapted
+from .experts import expert_records, mlp_records
+from .mixers import mixer_costs
+from .records import MatmulCollectives, Record, Records, all_reduce, linear
+from .vocabulary import vocabulary_rows
+
+
+def norm_record(name: str, run: RunConfig) -> Record:
+    norm = NORMS[run.model.normalization]
+    rows = run.tokens_per_microbatch // sequence_shards(run)
+    parameters = norm.vectors * run.model.hidden_size
+    return Record(
+        name=name,
+        parameters=parameters,
+        replicated=parameters,
+        saved_bytes=residual_bytes(run) + norm.statistics * rows * FP32_BYTES,
+    )
+
+
+Norms = tuple[list[Record], list[Record]]  # before and after attention or the MLP
+
+
+def _layer_norms(run: RunConfig) -> tuple[Norms, Norms]:
+    before, after = run.model.norms_around
+
+    def norm_if(present: bool, name: str) -> list[Record]:
+        return [norm_record(name, run)] if present else []
+
+    shared = run.model.parallel_shared_norm
+    around_attention = (
+        norm_if(before, "input_layernorm"),
+        norm_if(after, "post_self_attn_layernorm"),
+    )
+    mlp_input = norm_if(before and not shared, "pre_mlp_layernorm")
+    if run.model.parallel_residual:  # both norms read the same input
+        kept = residual_bytes(run)
+        mlp_input = [replace(each, saved_bytes=each.saved_bytes - kept) for each in mlp_input]
+    return around_attention, (mlp_input, norm_if(after, "post_mlp_layernorm"))
+
+
+@lru_cache(maxsize=64)  # searches repeat the same runs
+def layer_records(
+    run: RunConfig, kind: LayerKind | None = None, cp_comm_type: str | None = None
+) -> Records:
+    """Return one transformer layer's operations. Saved bytes follow the C++ kernels, which recompute gelu(x) from x.
+
+    kind: None: `typical_layer`, with the mean visible share of all layers.
+    """
+    each = kind or typical_layer(run.model)
+    around_mixer, around_mlp = _layer_norms(run)
+    records: Records = ()
+    if each.mixer is not None:
+        comm_type = cp_comm_type or typical_cp_comm_type(run)
+        mixer = mixer_costs(each.mixer).records(run, comm_type, kind)
+        records = (*around_mixer[0], *mixer, *around_mixer[1])
+    if each.mlp is not None:
+        records += (*around_mlp[0], *_mlp(run, each.mlp), *around_mlp[1])
+    return adapted(run, records)
+
+
+def _mlp(run: RunConfig, mlp: str) -> Records:
+    if mlp == MLP_OF_EXPERTS:
+        return expert_records(run)
+    kept = 0 if run.model.parallel_shared_norm else residual_bytes(run)  # also of QKV
+    *before, fc2 = mlp_records(run, "linear", run.model.ffn_hidden_size, kept)
+    return *before, replace(fc2, ends_layer=True)
+
+
+def typical_layer(model: ModelConfig) -> LayerKind:
+    """Return the most frequent kind; a layer with experts in a model with experts.
+
+    A mixer or MLP that it lacks is that of another layer.
+    """
+    kinds = model.layer_kinds
+    sparse = [kind for kind in kinds if kind.mlp == MLP_OF_EXPERTS]
+    candidates = sparse or list(kinds)
+    typical = max(candidates, key=candidates.count)
+    if typical.mixer is None:
+        mixing = next((kind for kind in kinds if kind.mixer is not None), typical)
+        return mixing._replace(mlp=typical.mlp)
+    return typical._replace(mlp=typical.mlp or next(filter(None, model.mlps), None))
+
+
+def of_layers(run: RunConfig, value: Callable[[LayerKind], int]) -> tuple[int, ...]:
+    values = {kind: value(kind) for kind in set(run.model.layer_kinds)}
+    return tuple(values[kind] for kind in run.model.layer_kinds)
+
+
+def last_recomputed_records(run: RunConfig, kind: LayerKind | None = None) -> list[Record]:
+    """Return the operations that full recompute repeats in a group's last layer, whose result is not read again."""
+    records = layer_records(run, kind)
+    if run.model.keeps_mlp_tensors:
+        return list(records)
+    return [r for r in records if not r.ends_layer]
+
+
+@lru_cache(maxsize=64)
+def embedding_records(run: RunConfig) -> Records:
+    model = run.model
+    around = MatmulCollectives.from_run(run)
+    records = [
+        Record(
+            name="word_embeddings",
+            parameters=vocabulary_rows(run) * model.hidden_size,
+            forward=around.out,
+            backward=around.out_backward,
+        )
+    ]
+    if model.learned_positions:
+        positions = model.max_position_embeddings * model.hidden_size
+        records.append(
+            Record(name="position_embeddings", parameters=positions, replicated=positions)
+        )
+    return adapted(run, tuple(records))
+
+
+@lru_cache(maxsize=64)
+def head_records(run: RunConfig, tied: bool) -> Records:
+    """Return the final norm, the logits and the loss. tied: the embedding counts the weight."""
+    model = run.model
+    around = MatmulCollectives.from_run(run)
+    rows = run.tokens_per_microbatch
+    # The head keeps its whole input, which becomes its gradient: nothing is gathered again in backward.
+    logits = linear(
+        "logits",
+        (rows, vocabulary_rows(run), model.hidden_size),
+        saved_bytes=activation_bytes(run),
+        forward=around.into,
+        backward=around.into_backward[-1:],
+    )
+    parameters = 0 if tied and model.tied else logits.parameters
+    logits = replace(logits, parameters=parameters, is_head=True)
+    loss = Record(name="cross_entropy", forward=3 * all_reduce(rows * FP32_BYTES, run.tp))
+    return adapted(run, (norm_record("final_layernorm", run), logits, loss))
+
+
+def is_quantized(run: RunConfig, record: Record) -> bool:
+    if record.gemm is None or record.adapts or record.mixes or not record.quantizes:
+        return False
+    return run.system.int8_head if record.is_head else run.system.int8
+
+
+def layer_and_head_flops(run: RunConfig) -> tuple[float, float]:
+    """Return the forward FLOPs per rank: (layer, logits), attention below the diagonal only."""
+    linear, attention = rank_flops(run)
+    return linear + attention / 2, sum(r.flops_forward for r in head_records(run, tied=True))
+
+
+def mean_layer_flops(run: RunConfig, counted: Callable[[Record], bool]) -> float:
+    """Return the mean layer's forward FLOPs in counted operations."""
+    layers = run.model.layer_kinds
+    flops = 0.0
+    for kind in dict.fromkeys(layers):  # in one order on all ranks
+        share = layers.count(kind) / len(layers)
+        flops += share * sum(r.flops_forward for r in layer_records(run, kind) if counted(r))
+    return flops
+
+
+def rank_flops(run: RunConfig) -> tuple[float, float]:
+    linear = mean_layer_flops(run, lambda record: record.visible is None)
+    return linear, mean_layer_flops(run, lambda record: record.visible is not None)

@@ -1,0 +1,104 @@
+"""Layers, recompute groups and operations of virtual stages and pipeline stages. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+
+from ..config.layout import Layout, cp_comm_types, stage_sizes
+from ..config.model import ModelConfig
+from ..config.run_config import RunConfig
+from ..pipeline.cuts import balanced_cut, cut_of_stages, even_cut
+from ..pipeline.placement import Placement
+from .layers import (
+    embedding_records,
+    head_records,
+    is_quantized,
+    layer_and_head_flops,
+    layer_records,
+)
+from .records import Record
+
+
+@lru_cache(maxsize=4096)  # searches repeat the same runs
+def quantized_weights(run: RunConfig, layout: Layout, stage: int) -> int:
+    elements = 0
+    for record in stage_records(run, layout, stage):
+        if record.gemm and is_quantized(run, record):
+            _, outputs, inputs = record.gemm
+            elements += record.gemm_count * outputs * inputs
+    return elements
+
+
+@lru_cache(maxsize=1024)  # searches repeat the same runs
+def virtual_stage_sizes(run: RunConfig, placement: Placement) -> tuple[int, ...]:
+    layers = run.model.num_layers
+    sizes = stage_sizes(run)
+    if placement.virtual_stages == 1 or run.parallel.pipeline_split == "even" and sizes is None:
+        return even_cut(layers, placement)
+    layer, head = layer_and_head_flops(run)
+    if sizes is None:
+        return balanced_cut(layers, placement, layer, head)
+    if len(sizes) == placement.virtual_stages:
+        return sizes
+    return cut_of_stages(sizes, placement, layer, head)
+
+
+def virtual_stage_layers(run: RunConfig, placement: Placement, virtual_stage: int) -> range:
+    sizes = virtual_stage_sizes(run, placement)
+    return range(sum(sizes[:virtual_stage]), sum(sizes[: virtual_stage + 1]))
+
+
+def stage_layers(run: RunConfig, placement: Placement, stage: int) -> list[range]:
+    return [
+        virtual_stage_layers(run, placement, virtual_stage)
+        for virtual_stage in placement.virtual_stages_of(stage)
+    ]
+
+
+def whole_layers(model: ModelConfig, layers: Iterable[int]) -> int:
+    """Return the number of layers with a mixer and an MLP that have as many parts as these layers, rounded up."""
+    return -(-sum(model.layer_kinds[layer].parts for layer in layers) // 2)
+
+
+def virtual_stage_recompute_groups(
+    run: RunConfig, placement: Placement, virtual_stage: int
+) -> list[range]:
+    """Return the groups of layers (from 0) that full recompute runs together."""
+    training = run.training
+    if training.recompute_granularity != "full":
+        return []
+    layers = virtual_stage_sizes(run, placement)[virtual_stage]
+    if training.recompute_part_layers is not None:
+        return recompute_groups(layers, "block", training.recompute_part_layers[virtual_stage])
+    return recompute_groups(layers, training.recompute_method, training.recompute_num_layers)
+
+
+def end_records(run: RunConfig, layout: Layout, virtual_stage: int) -> list[Record]:
+    """Return the operations outside layers: the embedding's and the head's."""
+    placement = layout.placement
+    records = list[Record]()
+    if virtual_stage == 0:
+        records += embedding_records(run)
+    if virtual_stage == placement.virtual_stages - 1:
+        tied = placement.owner(virtual_stage)[0] == placement.owner(0)[0]
+        records += head_records(run, tied=tied)
+    return records
+
+
+def stage_records(run: RunConfig, layout: Layout, stage: int) -> list[Record]:
+    comm_types = cp_comm_types(run)
+    records = list[Record]()
+    for virtual_stage in layout.placement.virtual_stages_of(stage):
+        for layer in virtual_stage_layers(run, layout.placement, virtual_stage):
+            kind = run.model.layer_kinds[layer]
+            records += layer_records(run, kind, comm_types[layer])
+        records += end_records(run, layout, virtual_stage)
+    return records
+
+
+def recompute_groups(layers: int, method: str, number: int) -> list[range]:
+    """Return the layers recomputed together: all (uniform) or each from the first (block)."""
+    if method == "block":
+        return [range(i, i + 1) for i in range(min(number, layers))]
+    return [range(i, min(i + number, layers)) for i in range(0, layers, number)]

@@ -1,0 +1,32 @@
+"""Padded vocabulary, and a rank's rows of it. No torch."""
+
+from __future__ import annotations
+
+from ..config.fields import check
+from ..config.model import ModelConfig
+from ..config.run_config import RunConfig
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def padded_vocab_size(model: ModelConfig, tp: int) -> int:
+    """Return --padded-vocab-size, or the vocabulary padded to --make-vocab-size-divisible-by x tensor-parallel size."""
+    if model.padded_vocab_size:
+        check(
+            model.padded_vocab_size % tp == 0,
+            f"--padded-vocab-size {model.padded_vocab_size} is not divisible by "
+            f"--tensor-model-parallel-size {tp}: change one of them",
+        )
+        return model.padded_vocab_size
+    if model.vocab_size is None:
+        raise ValueError(
+            "the vocabulary size is unknown: pass --vocab-size, or the files of a tokenizer"
+        )
+    return round_up(model.vocab_size, model.make_vocab_size_divisible_by * tp)
+
+
+def vocabulary_rows(run: RunConfig) -> int:
+    """Return this rank's rows of the padded vocabulary."""
+    return padded_vocab_size(run.model, run.tp) // run.tp
