@@ -33,8 +33,9 @@ from fugaku_megatron.comm.grid import Grid
 from fugaku_megatron.config.fields import check
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
-from fugaku_megatron.convert import hugging_face
 from fugaku_megatron.convert.architectures import GPT2
+from fugaku_megatron.convert.config_json import architecture_of, config_of
+from fugaku_megatron.convert.tensor_mapping import in_their_shape, tensor_mappings
 from fugaku_megatron.costs.vocabulary import padded_vocab_size
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.data.sampler import Prefetcher, micro_batches
@@ -111,8 +112,8 @@ class _HuggingFace(nn.Module):
 
         super().__init__()
         self.model = replace(run.model, vocab_size=vocabulary)
-        self.architecture = hugging_face.architecture_of(self.model, {})
-        fields = hugging_face.config_of(self.architecture, self.model, {torch.float32}, {})
+        self.architecture = architecture_of(self.model, {})
+        fields = config_of(self.architecture, self.model, {torch.float32}, {})
         fields |= {
             name: 0.0
             for name in ("embd_pdrop", "resid_pdrop", "attn_pdrop")
@@ -122,7 +123,7 @@ class _HuggingFace(nn.Module):
 
     def take(self, ours: Callable[[str], Tensor]) -> None:
         """Copy our weights, by global name, into its parameters."""
-        parts = hugging_face.parts(self.architecture, self.model)
+        parts = tensor_mappings(self.architecture, self.model)
         for name, parameter in self.gpt.named_parameters():
             if fused := FUSED.fullmatch(name):
                 place = "linear_fc1" if fused[2] == "gate_up_proj" else "linear_fc2"
@@ -135,7 +136,7 @@ class _HuggingFace(nn.Module):
             part = parts[
                 name if name in parts else name.replace(".mlp.", ".block_sparse_moe.")
             ]  # of Mixtral's files
-            parameter.copy_(hugging_face.in_their_shape(ours(part.ours), part, self.model))
+            parameter.copy_(in_their_shape(ours(part.ours), part, self.model))
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Mean cross-entropy. tokens, labels (b, s) -> ()."""

@@ -27,7 +27,8 @@ from fugaku_megatron.config.fields import check
 from fugaku_megatron.config.layer_kinds import GATED_DELTA_NET, MIXERS, QKV
 from fugaku_megatron.config.lora import ALL_LINEAR, MATRICES
 from fugaku_megatron.config.run_config import ModelConfig, RunConfig
-from fugaku_megatron.convert import hugging_face
+from fugaku_megatron.convert.config_json import architecture_of
+from fugaku_megatron.convert.tensor_mapping import tensor_mappings
 from fugaku_megatron.data.dataset import MockDataset
 
 REQUIREMENTS = "requirements-trl.txt"
@@ -64,7 +65,7 @@ def check_packages(adapters: bool, load_in: str | None) -> None:
 
 def adapted_matrices(model: ModelConfig) -> str:
     """Return the --lora-target with an A for each linear layer of Hugging Face's model, as peft has it."""
-    table = hugging_face.parts(hugging_face.architecture_of(model, {}), model)
+    table = tensor_mappings(architecture_of(model, {}), model)
     separate = any(part.number and f".{QKV}." in part.ours for part in table.values())
     apart = MIXERS[GATED_DELTA_NET].linears
     fused = (name for name in MATRICES if name not in apart)  # no model with one fuses them
@@ -228,7 +229,7 @@ def quantization(load_in: str | None, dtype: torch.dtype) -> Any:
 
 def take_adapters(theirs: Any, model: ModelConfig, ours: Callable[[str], Tensor]) -> None:
     """Copy our A into peft's. B is zero in both."""
-    parts = hugging_face.parts(hugging_face.architecture_of(model, {}), model)
+    parts = tensor_mappings(architecture_of(model, {}), model)
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             if found := ADAPTER.fullmatch(name):

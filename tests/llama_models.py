@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fugaku_megatron.convert import hugging_face
 from fugaku_megatron.convert.architectures import ARCHITECTURES
+from fugaku_megatron.convert.tensor_mapping import in_their_shape, tensor_mappings
 from tests.helpers import small_run
 
 COMMON = {
@@ -96,17 +96,17 @@ def theirs(family: str) -> Any:
     return getattr(transformers, f"{CLASSES[family]}ForCausalLM")(config)
 
 
-def in_their_shape(ours: dict[str, Tensor], family: str) -> dict[str, Tensor]:
+def shaped_like_theirs(ours: dict[str, Tensor], family: str) -> dict[str, Tensor]:
     """Return named tensors with the names and shapes of transformers."""
     row = next(row for row in ARCHITECTURES if row.model_type == family)
     model = small_run(**FAMILIES[family]).model
-    made = hugging_face.parts(row, model).items()
-    return {name: hugging_face.in_their_shape(ours[part.ours], part, model) for name, part in made}
+    made = tensor_mappings(row, model).items()
+    return {name: in_their_shape(ours[part.ours], part, model) for name, part in made}
 
 
 def copy_to(model: Any, ours: dict[str, Tensor], family: str) -> None:
     """Give the model of transformers our weights."""
-    converted = in_their_shape(ours, family)
+    converted = shaped_like_theirs(ours, family)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(converted[name])

@@ -41,15 +41,10 @@ from ..config.fields import check, check_positive, flag, flag_words
 from ..host import allocator
 from ..start import environment
 from ..text.named_files import about
+from .carried_files import carry, check_carried, set_chat_template
 from .gguf_file import TYPES, save_gguf
 from .gguf_tokenizer import INEXACT
-from .hugging_face import (
-    carry,
-    check_carried,
-    open_hugging_face,
-    save_hugging_face,
-    set_chat_template,
-)
+from .hugging_face import open_hugging_face, save_hugging_face
 from .peft import open_peft, save_peft
 from .rules import FILE
 from .weights import BASE_FLAG, DTYPES, Weights, adapter_shapes, open_own, save_own, shapes

@@ -26,8 +26,9 @@ from ..data.formats import library
 from ..nn.positions import frequencies
 from ..text.named_files import read_text
 from .architectures import Architecture
+from .config_json import architecture_of, carried_config
 from .gguf_tokenizer import read_tokenizer
-from .hugging_face import architecture_of, carried_config, in_their_shape, parts
+from .tensor_mapping import in_their_shape, tensor_mappings
 from .weights import Weights
 
 TYPES = {
@@ -222,7 +223,7 @@ def _tensors(
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == row.name)
     names = gguf.get_tensor_name_map(arch, model.num_layers)
     theirs: dict[str, list[str]] = defaultdict(list)
-    table = parts(architecture, model)
+    table = tensor_mappings(architecture, model)
     for their in table:
         name = names.get_name(_EXPERT.sub(".experts.", their), try_suffixes=(".weight", ".bias"))
         check(name is not None, f"--to-gguf: the package gguf knows no name for {their}: update it")

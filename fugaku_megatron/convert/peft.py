@@ -25,19 +25,10 @@ from ..config.lora import MATRICES, LoraConfig
 from ..config.model import ModelConfig
 from ..nn.adapters import expanded, row_mask
 from ..text.named_files import JsonObject, about
-from .architectures import (
-    conv_query_key_value,
-    transposed,
-)
-from .hugging_face import (
-    Part,
-    architecture_of,
-    carried_config,
-    copy_flat,
-    in_their_shape,
-    parts,
-)
+from .config_json import architecture_of, carried_config
 from .tensor_directory import TensorDirectory, header, read_json, write_json
+from .tensor_mapping import TensorMapping, copy_flat, in_their_shape, tensor_mappings
+from .tensor_views import conv_query_key_value, transposed
 from .weights import Adapters, Weights, adapter_shapes, layer_of, linear_of
 
 CONFIG = "adapter_config.json"
@@ -107,28 +98,32 @@ class Place:
     module: str
     ours: str
     target: str
-    part: Part
+    mapping: TensorMapping
     expert: int | None = None
 
 
 def places(weights: Weights) -> Iterator[Place]:
     architecture = architecture_of(weights.model, carried_config(weights.carried))
-    table = parts(architecture, weights.model)
-    several = {part.ours for part in table.values() if part.number}
-    for theirs, part in table.items():
-        linear = linear_of(part.ours)
-        if linear in MATRICES and part.ours.endswith(".weight") and layer_of(part.ours) is not None:
+    table = tensor_mappings(architecture, weights.model)
+    several = {mapping.ours for mapping in table.values() if mapping.number}
+    for theirs, mapping in table.items():
+        linear = linear_of(mapping.ours)
+        if (
+            linear in MATRICES
+            and mapping.ours.endswith(".weight")
+            and layer_of(mapping.ours) is not None
+        ):
             expert = None
-            number = part.number
-            if ".mlp.experts." in part.ours:
-                expert, number = divmod(part.number, len(MATRICES[linear]))
+            number = mapping.number
+            if ".mlp.experts." in mapping.ours:
+                expert, number = divmod(mapping.number, len(MATRICES[linear]))
             module = theirs.removesuffix(".weight")
             target = linear
             if module.rsplit(".", 1)[-1] in MATRICES[linear]:
                 target = module.rsplit(".", 1)[-1]
-            elif part.ours in several or len(MATRICES[linear]) == 1:
+            elif mapping.ours in several or len(MATRICES[linear]) == 1:
                 target = MATRICES[linear][number]
-            yield Place(module, part.ours, target, part, expert)
+            yield Place(module, mapping.ours, target, mapping, expert)
 
 
 def _key(module: str, kind: str) -> str:
@@ -176,8 +171,8 @@ def save_peft(weights: Weights, directory: Path) -> None:
         if place.target not in names and linear not in names:
             continue
         a, b = adapters.of(place.ours)
-        own = in_their_shape(b, place.part, model)  # B's rows for their matrix, (out, r)
-        if place.part.arranged in TURNED:
+        own = in_their_shape(b, place.mapping, model)  # B's rows for their matrix, (out, r)
+        if place.mapping.arranged in TURNED:
             own = own.t().contiguous()
         number = names.index(place.target) if place.target in names else 0
         tensors[_key(place.module, "A")] = a[number].contiguous()
@@ -187,7 +182,7 @@ def save_peft(weights: Weights, directory: Path) -> None:
             parameters.add(".".join([*place.module.split(".")[3:], "weight"]))
         else:
             modules.add(place.module.rsplit(".", 1)[-1])
-        turned = turned or place.part.arranged in TURNED
+        turned = turned or place.mapping.arranged in TURNED
     write_tensors(directory / TENSORS, tensors)
     config = _config(
         adapters.lora, sorted(modules), turned, carried_config(weights.carried).get("_name_or_path")
@@ -342,7 +337,7 @@ def _open(path: Path, weights: Weights, base: JsonObject) -> Weights:
             target = tensor[row.expert] if of_expert else tensor
             if kind == "A":
                 target = target[number]
-            _fill(target, *stored(row.module, kind), kind, row.part, model)
+            _fill(target, *stored(row.module, kind), kind, row.mapping, model)
         return tensor
 
     adapters = Adapters(lora, model, read, base)
@@ -398,14 +393,14 @@ def _fill_fused(ours: Tensor, name: str, theirs: Tensor, kind: str, lora: LoraCo
 
 
 def _fill(
-    ours: Tensor, name: str, theirs: Tensor, kind: str, part: Part, model: ModelConfig
+    ours: Tensor, name: str, theirs: Tensor, kind: str, mapping: TensorMapping, model: ModelConfig
 ) -> None:
     """Copy their A, or their B into the rows of ours that are theirs."""
     views = [ours]
     shape = tuple(ours.shape)
-    turned = kind == "B" and part.arranged in TURNED
+    turned = kind == "B" and mapping.arranged in TURNED
     if kind == "B":
-        views, shape = part.arranged(ours, part.number, model)
+        views, shape = mapping.arranged(ours, mapping.number, model)
         shape = shape[::-1] if turned else shape
     check(
         tuple(theirs.shape) == shape,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from ..checkpoint.tensor_files import (
     StoredTensor,
     UnsupportedFormat,
     read_header,
+    write_tensors,
 )
 from ..comm.agreement import describe
 from ..config.fields import check
@@ -93,3 +95,41 @@ def header(path: Path) -> Tensors:
         return {name: (file, stored) for name, stored in read_header(file).items()}
     except UnsupportedFormat as error:
         raise ValueError(f"{error}: {SAVE_AS}") from error
+
+
+def write_tensor_files(
+    directory: Path, like: Mapping[str, Tensor], values: Callable[[str], Tensor], max_bytes: int
+) -> None:
+    """Write tensors into files with at most `max_bytes`, or one tensor, and an index for several
+    files.
+
+    like: shapes and dtypes, also on the meta device
+    values: computes a tensor when it is written
+    """
+    shards = list(_shards(like, max_bytes))
+    files = [
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        for number in range(1, len(shards) + 1)
+    ]
+    for file, shard in zip(files if len(shards) > 1 else [SINGLE], shards):
+        write_tensors(directory / file, shard, values)
+    if len(shards) > 1:
+        weight_map = {name: file for file, shard in zip(files, shards) for name in shard}
+        total = sum(tensor.nbytes for tensor in like.values())
+        (directory / INDEX).write_text(
+            json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+            + "\n"
+        )
+
+
+def _shards(like: Mapping[str, Tensor], max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in like.items():
+        size += tensor.nbytes
+        if shard and size > max_bytes:
+            yield shard
+            shard = {}
+            size = tensor.nbytes
+        shard[name] = tensor
+    yield shard

@@ -9,7 +9,7 @@ from fugaku_megatron.nn.forward_context import Pass
 from fugaku_megatron.nn.ops import Ops
 from tests.checks.accounting import check_bytes, check_flops, check_kept, check_parameters
 from tests.helpers import TP2, TP2PP2, assert_near, make_trainer, small_run, train
-from tests.llama_models import FAMILIES, copy_to, in_their_shape, theirs
+from tests.llama_models import FAMILIES, copy_to, shaped_like_theirs, theirs
 from tests.threads import ThreadWorld
 
 
@@ -40,7 +40,7 @@ def test_logits_loss_and_gradients(family, backend):
     loss = chunk(tokens, labels, at)
     loss.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    grads = in_their_shape({name: p.main_grad for name, p in ours.items()}, family)
+    grads = shaped_like_theirs({name: p.main_grad for name, p in ours.items()}, family)
     parameters = dict(model.named_parameters())
     assert grads.keys() == parameters.keys()
     assert_near(grads, {name: parameter.grad for name, parameter in parameters.items()}, 1e-5)

@@ -28,14 +28,10 @@ from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.config.run_config import RunConfig, saved_run
 from fugaku_megatron.config.training import BatchConfig
 from fugaku_megatron.convert import convert_command
+from fugaku_megatron.convert.config_json import plain_config, read_config
 from fugaku_megatron.convert.convert_command import whole
-from fugaku_megatron.convert.hugging_face import (
-    in_their_shape,
-    open_hugging_face,
-    parts,
-    plain_config,
-    read_config,
-)
+from fugaku_megatron.convert.hugging_face import open_hugging_face
+from fugaku_megatron.convert.tensor_mapping import in_their_shape, tensor_mappings
 from fugaku_megatron.costs.parameters import model_parameters
 from fugaku_megatron.inference.generation import Decoder
 from fugaku_megatron.inference.loading import load_model
@@ -346,7 +342,7 @@ def check_training(
         found |= {name: exact[name] for name in exact if name.endswith(OF_DECAYS)}
     made = {
         "lm_head.weight" if name == architecture.head else name: part
-        for name, part in parts(architecture, model).items()
+        for name, part in tensor_mappings(architecture, model).items()
         if not name.endswith("e_score_correction_bias")  # has no gradient
     }
     assert made.keys() == found.keys()

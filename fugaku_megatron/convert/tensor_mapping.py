@@ -1,0 +1,65 @@
+"""Tensors of Hugging Face files, and the tensor of this program that each is a view of."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..config.fields import check
+from ..config.model import ModelConfig
+from .architectures import OUTPUT, Architecture
+from .tensor_views import Arrangement
+from .weights import layer_of, place_of, shapes
+
+
+@dataclass(frozen=True)
+class TensorMapping:
+    """Tensor in their files: piece `number` in our tensor `ours`, and its arrangement."""
+
+    ours: str
+    number: int
+    arranged: Arrangement
+
+
+def tensor_mappings(architecture: Architecture, model: ModelConfig) -> dict[str, TensorMapping]:
+    """Return all mappings by their names, in the order of our tensors."""
+    found = {}
+    for ours in shapes(model):
+        place, kind = place_of(ours)
+        ending = f".{kind}"
+        if f"{place}.{kind}" in architecture.places:  # a name of its own, without weight or bias
+            place = f"{place}.{kind}"
+            ending = ""
+        check(place in architecture.places, f"{architecture.name} has no place for {ours}")
+        names, arranged = architecture.places[place]
+        prefix = "" if place == OUTPUT else architecture.prefix
+        experts = range(model.num_experts or 1) if "{expert}" in names[0] else (0,)
+        for number, (expert, name) in enumerate(itertools.product(experts, names)):
+            theirs = name.format(layer_of(ours), expert=expert)
+            found[f"{prefix}{theirs}{ending}"] = TensorMapping(ours, number, arranged)
+    return found
+
+
+def constants(architecture: Architecture, model: ModelConfig) -> dict[str, float]:
+    """Return the stored constants of all layers by their names."""
+    return {
+        f"{architecture.prefix}{name.format(layer)}": value
+        for layer in range(model.num_layers)
+        for name, value in architecture.constants.items()
+    }
+
+
+def copy_flat(theirs: Tensor, views: list[Tensor]) -> None:
+    """Fill views of ours, one after another, with the elements of their tensor."""
+    elements = theirs.flatten().split([view.numel() for view in views])
+    for view, values in zip(views, elements, strict=True):
+        view.copy_(values.view(view.shape))
+
+
+def in_their_shape(ours: Tensor, mapping: TensorMapping, model: ModelConfig) -> Tensor:
+    views, shape = mapping.arranged(ours, mapping.number, model)
+    joined = views[0] if len(views) == 1 else torch.cat([view.flatten() for view in views])
+    return joined.reshape(shape).contiguous()
