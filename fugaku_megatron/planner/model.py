@@ -108,13 +108,10 @@ class Step:
         }
 
 
-Pieces = list[tuple[work.Work, int]]  # work, and how often it is done
-
-
 @lru_cache(maxsize=4096)
 def virtual_stage_work(
     run: RunConfig, layout: Layout, virtual_stage: int, code: Software
-) -> tuple[Pieces, Pieces, Pieces]:
+) -> tuple[work.Pieces, work.Pieces, work.Pieces]:
     """Return a virtual stage's (forward, backward, deferrable backward) for one micro-batch.
 
     Weight-gradient matmuls in layers are deferrable. A head with logits in blocks computes its
@@ -129,7 +126,7 @@ def virtual_stage_work(
     backward = [(by_kind[kind]["layer_backward"], count) for kind, count in counts.items()]
     weights = [(by_kind[kind]["layer_weights"], count) for kind, count in counts.items()]
     if groups := virtual_stage_recompute_groups(run, placement, virtual_stage):
-        backward.append((work.recomputed_layers(run, layer_kinds, groups, code), 1))
+        backward += work.recomputed_layers(run, layer_kinds, groups, code)
     elif run.training.recompute_granularity == "selective":
         for kind, count in counts.items():
             backward.append((work.recomputed_mixer(run, kind, code), count))
@@ -232,7 +229,7 @@ def _virtual_stage_seconds(
     known = dict[int, Seconds]()
     found = dict[int, PhaseSeconds]()
 
-    def seconds(pieces: Pieces) -> Seconds:
+    def seconds(pieces: work.Pieces) -> Seconds:
         for piece, _ in pieces:  # virtual stages of different kinds share layer work
             if id(piece) not in known:
                 known[id(piece)] = rank.seconds(piece)

@@ -120,6 +120,9 @@ class Work:
         return Work(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
 
+Pieces = list[tuple[Work, int]]  # work, and how often it is done
+
+
 def muon(run: RunConfig, layout: Layout, stage: int) -> Work:
     return Work(
         matmuls=tuple(
@@ -388,17 +391,15 @@ def phases(run: RunConfig, software: Software, kind: LayerKind | None = None) ->
 
 def recomputed_layers(
     run: RunConfig, kinds: Sequence[LayerKind], groups: list[range], software: Software
-) -> Work:
+) -> Pieces:
     """Return the forward of groups of layers. kinds: of a virtual stage's layers"""
     early = software.counts["recompute_ends_early"]
     lasts = Counter(kinds[group[-1]] for group in groups if early)
     others = Counter(kinds[layer] for group in groups for layer in group) - lasts
-    work = Work()
-    for kind, count in others.items():
-        work += repeat(phases(run, software, kind)["layer_forward"], count)
-    for kind, count in lasts.items():
-        work += repeat(_last_recomputed(run, kind, software), count)
-    return work
+    return [
+        *((phases(run, software, kind)["layer_forward"], count) for kind, count in others.items()),
+        *((_last_recomputed(run, kind, software), count) for kind, count in lasts.items()),
+    ]
 
 
 def _last_recomputed(run: RunConfig, kind: LayerKind, software: Software) -> Work:
@@ -430,14 +431,3 @@ def weight_gradients(run: RunConfig, parameters: int, tensors: int, software: So
         ((bytes // tensors, tensors * counts["allocated"]),) if counts["allocated"] else ()
     )
     return Work(moved=counts["moved"] * bytes, allocations=allocations, calls=tensors)
-
-
-def repeat(work: Work, times: int) -> Work:
-    return Work(
-        matmuls=tuple(replace(p, times=p.times * times) for p in work.matmuls),
-        moved=work.moved * times,
-        calls=work.calls * times,
-        allocations=tuple((size, count * times) for size, count in work.allocations),
-        collectives=tuple((c, count * times) for c, count in work.collectives),
-        exchanges=tuple((e, count * times) for e, count in work.exchanges),
-    )

@@ -10,7 +10,6 @@ from ..comm.base import Comm
 from ..config.run_config import RunConfig
 from ..host import kernels
 from ..nn.ops import FAMILIES, Int8, Ops
-from ..nn.parameter import PARAMETER_DTYPES
 from ..observe.abft import ALL
 from .kernel_timing import kernel_table, measure_kernels
 from .plan import Plan
@@ -107,7 +106,7 @@ def _choose_backends(plan: Plan, world: Comm, saved: dict[str, str] | None) -> C
     if requested != "auto":
         line = f"kernels: {requested} (instruction set {kernels.instruction_set()})"
         return Choice(dict.fromkeys(FAMILIES, requested), [line])
-    measured = measure_kernels(run, plan.layout.tp, PARAMETER_DTYPES[run.precision.name])
+    measured = measure_kernels(run)
     title = f"kernels: auto, forward and backward on this run's shapes, rank 0 (instruction set {kernels.instruction_set()})"
     backends = world.broadcast_object({t.family: t.faster for t in measured})
     return Choice(backends, [title, *kernel_table(measured)])

@@ -22,6 +22,7 @@ from ..nn.ops.activation import Activation
 from ..nn.ops.loss import HeadLoss
 from ..nn.ops.mlp import MLPWeights
 from ..nn.ops.norm import LayerNormArguments
+from ..nn.parameter import PARAMETER_DTYPES
 from ..text.table import Column, text_table
 
 REPEATS = 3
@@ -58,9 +59,11 @@ def _weight(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
     return weight
 
 
-def kernel_cases(run: RunConfig, tp: int, dtype: torch.dtype) -> dict[str, Callable[[Ops], Tensor]]:
+def kernel_cases(run: RunConfig) -> dict[str, Callable[[Ops], Tensor]]:
     """Return a call per family; each returns a scalar () to differentiate."""
     model = run.model
+    tp = run.tp
+    dtype = PARAMETER_DTYPES[run.precision.name]
     s = min(model.seq_length, LAYER_TOKENS)
     h = model.hidden_size
     b = min(run.batch.micro_batch_size, LAYER_TOKENS // s)
@@ -112,11 +115,11 @@ def _seconds(case: Callable[[Ops], Tensor], ops: Ops) -> float:
     return statistics.median(timings([lambda: torch.autograd.backward(case(ops))], REPEATS))
 
 
-def measure_kernels(run: RunConfig, tp: int, dtype: torch.dtype) -> list[Timing]:
+def measure_kernels(run: RunConfig) -> list[Timing]:
     backends = {name: Ops.build(name) for name in BACKENDS}
     return [
         Timing(family, **{name: _seconds(case, ops) for name, ops in backends.items()})
-        for family, case in kernel_cases(run, tp, dtype).items()
+        for family, case in kernel_cases(run).items()
     ]
 
 

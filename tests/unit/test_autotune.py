@@ -16,12 +16,13 @@ from tests.helpers import small_run
 from tests.llama_models import FAMILIES
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_every_family_is_timed_both_ways(dtype, tp):
-    timings = kernel_timing.measure_kernels(
-        small_run(hidden_dropout=0.1, attention_dropout=0.1), tp, dtype
+def test_every_family_is_timed_both_ways(bf16, tp):
+    run = small_run(
+        hidden_dropout=0.1, attention_dropout=0.1, tensor_model_parallel_size=tp, bf16=bf16
     )
+    timings = kernel_timing.measure_kernels(run)
     assert [t.family for t in timings] == list(OPERATIONS)
     assert all(t.native > 0 and t.torch > 0 for t in timings)
 
@@ -30,7 +31,7 @@ def test_every_family_is_timed_both_ways(dtype, tp):
 def test_the_parts_of_other_blocks_are_timed(family):
     """The parts that the model is made of are timed."""
     called = set()
-    cases = kernel_timing.kernel_cases(small_run(**FAMILIES[family]), 2, torch.float32)
+    cases = kernel_timing.kernel_cases(small_run(**FAMILIES[family], tensor_model_parallel_size=2))
     watched = Observed(
         Ops.build(),
         (
@@ -54,9 +55,7 @@ def test_long_sequences_are_timed_in_part():
         ("attention",),
         lambda name, function, args, kwargs: lengths.add(len(args[0])) or args[0],
     )
-    cases = kernel_timing.kernel_cases(
-        small_run(seq_length=131072, window_size="512,0"), 1, torch.float32
-    )
+    cases = kernel_timing.kernel_cases(small_run(seq_length=131072, window_size="512,0"))
     cases["attention"](watched)
     assert lengths == {kernel_timing.LAYER_TOKENS}
 

@@ -395,7 +395,8 @@ def test_native_code_leaves_out_what_nobody_reads():
         for name in ("fugaku_megatron", "torch1.10")
     )
     fc2 = next(r for r in layer_records(run) if r.name == "linear_fc2")
-    assert flops(eager) - flops(ours) == 4 * fc2.flops_forward
+    counted = [sum(flops(piece) * times for piece, times in pieces) for pieces in (eager, ours)]
+    assert counted[0] - counted[1] == 4 * fc2.flops_forward
     native = software.load("fugaku_megatron")
     assert (
         work.phases(gpt_124m(), native)["layer_forward"].moved
@@ -429,17 +430,9 @@ def test_activations_and_z_loss_are_computed_in_passes_that_are_there_anyway():
     assert gated.moved > plain.moved, "a gate reads two tensors of the inner width"
 
 
-def test_tensor_sizes_and_repeated_work():
+def test_tensor_sizes():
     sizes = work.tensors(replace(gpt_30b(), parallel=ParallelConfig(tensor_model_parallel_size=4)))
     assert sizes["hidden"] == 2048 * 7168 * 4 and sizes["scores"] == 14 * 2048 * 2048 * 4
-    once = work.phases(gpt_124m(), EAGER)["layer_forward"]
-    twice = work.repeat(once, 2)
-    assert (
-        flops(twice) == 2 * flops(once)
-        and twice.moved == 2 * once.moved
-        and twice.calls == 2 * once.calls
-    )
-    assert sum(s * t for s, t in twice.allocations) == 2 * sum(s * t for s, t in once.allocations)
 
 
 def network(
