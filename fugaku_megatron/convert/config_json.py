@@ -34,7 +34,7 @@ def plain_config(config: JsonObject) -> JsonObject:
 
 
 def text_config(config: JsonObject) -> JsonObject:
-    """Return the config.json of the language model in a multimodal config.json."""
+    """Return the language model's part of a multimodal config.json."""
     kinds = TEXT_OF[config["model_type"]]
     text = config.get("text_config")
     found = text.get("model_type") if isinstance(text, dict) else text

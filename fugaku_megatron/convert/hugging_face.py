@@ -1,9 +1,4 @@
-"""Read and write Hugging Face model directories without transformers.
-
-A directory has config.json and model.safetensors, or several files with an index:
-model-00001-of-00002.safetensors ... and model.safetensors.index.json. Memory: one tensor on each
-side.
-"""
+"""Hugging Face model directories, read and written without transformers. Memory: one tensor on each side."""
 
 from __future__ import annotations
 
@@ -87,7 +82,7 @@ _FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
 def _with_single_experts(files: TensorDirectory, model: ModelConfig) -> TensorDirectory:
-    """Return the tensors with each expert's matrices on their own, where a file has those of all experts as one."""
+    """Divide tensors that stack all experts."""
     tensors = {}
     for name, (file, stored) in files.tensors.items():
         match = _FUSED.fullmatch(name)

@@ -72,7 +72,6 @@ class Place(NamedTuple):
 
 
 def open_dist(path: Path, vocab_size: int | None, ignored: Collection[str] = ()) -> Weights:
-    """Open one iteration, or raise ValueError."""
     reader, _ = dist_reader(path, vocab_size, ignored)
     return Weights(reader.model, {name: reader.dtype(name) for name in reader.specs}, reader)
 

@@ -82,5 +82,4 @@ def unpacked(files: TensorDirectory) -> TensorDirectory:
 
 
 def is_mxfp4(quantization: object) -> bool:
-    """Return True for config.json's quantization_config of MXFP4 weights."""
     return isinstance(quantization, Mapping) and quantization.get("quant_method") == "mxfp4"

@@ -1,4 +1,4 @@
-"""Tensors of a directory of safetensors files: one file, or several with an index."""
+"""Directories of safetensors: one file, or several with an index."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ class TensorDirectory:
 
 
 def read_json(path: Path) -> JsonObject:
-    """Read a JSON object, or raise ValueError."""
     check(path.is_file(), f"{path} is missing")
     try:
         contents: JsonObject = json.loads(path.read_text(encoding="utf-8"))
@@ -100,8 +99,7 @@ def header(path: Path) -> Tensors:
 def write_tensor_files(
     directory: Path, like: Mapping[str, Tensor], values: Callable[[str], Tensor], max_bytes: int
 ) -> None:
-    """Write tensors into files with at most `max_bytes`, or one tensor, and an index for several
-    files.
+    """Write files with at most `max_bytes`, or one tensor, and an index for several files.
 
     like: shapes and dtypes, also on the meta device
     values: computes a tensor when it is written

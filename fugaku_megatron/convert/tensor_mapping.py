@@ -44,7 +44,6 @@ def tensor_mappings(architecture: Architecture, model: ModelConfig) -> dict[str,
 
 
 def constants(architecture: Architecture, model: ModelConfig) -> dict[str, float]:
-    """Return the stored constants of all layers by their names."""
     return {
         f"{architecture.prefix}{name.format(layer)}": value
         for layer in range(model.num_layers)

@@ -106,7 +106,6 @@ class DistFiles:
         return state
 
     def object(self, key: str) -> Any:
-        """Return an object, None if there is none."""
         index = MetadataIndex(key)
         if index not in self.places:
             return None
@@ -127,7 +126,6 @@ class DistFiles:
         return dtype
 
     def tensor(self, key: str, layer: int | None = None) -> Tensor:
-        """Return a tensor, or one layer."""
         shape = self.shape(key, layer)
         whole = torch.empty(shape, dtype=self.dtype(key))
         filled = 0

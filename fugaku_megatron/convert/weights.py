@@ -186,7 +186,6 @@ def linear_of(name: str) -> str:
 
 
 def at_layer(name: str, layer: int | str) -> str:
-    """Return a name at another layer."""
     return _LAYER.sub(f"decoder.layers.{layer}.", name)
 
 

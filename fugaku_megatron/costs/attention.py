@@ -1,4 +1,4 @@
-"""Costs of attention. No torch."""
+"""Costs of attention."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def _rotary(run: RunConfig, cp_comm_type: str, kind: LayerKind) -> Records:
 
 
 def _softmax_bytes(run: RunConfig) -> int:
-    """Return the softmax statistics' bytes: one FP32 number per row and head."""
+    """Return the bytes of one FP32 number per row and head."""
     return run.tokens_per_microbatch * run.model.num_attention_heads // run.tp * FP32_BYTES
 
 

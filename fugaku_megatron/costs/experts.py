@@ -1,5 +1,4 @@
-"""A layer's expert parameters, matmuls, saved activations and communicated bytes, as integers,
-without torch.
+"""A layer's expert parameters, matmuls, saved activations and communicated bytes.
 
 Ranks are assumed to have equally many tokens for their experts. Legend:
 as in `layers`, f expert width.
@@ -308,7 +307,7 @@ def _divided_collectives(run: RunConfig, division: Division) -> MatmulCollective
 
 
 def mlp_records(run: RunConfig, name: str, width: int, saved_bytes: int = 0) -> Records:
-    """Return both matmuls of an MLP, named `name`_fc1 and `name`_fc2, and its activation.
+    """Return both matmuls, named `name`_fc1 and `name`_fc2, and the activation.
 
     width: of all ranks. saved_bytes: of the input.
     """

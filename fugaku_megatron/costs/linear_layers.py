@@ -1,6 +1,4 @@
-"""A transformer layer's linear layers: shapes on a rank, and bytes for frozen weights in eight
-bits. No torch.
-"""
+"""A transformer layer's linear layers: shapes on a rank, and bytes in eight bits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""One rank's memory at a step's peak: weights, gradients, optimizer state, activations and logits,
-in bytes. No torch.
+"""Bytes on one rank at a step's peak: weights, gradients, optimizer state, activations, logits.
 
 MPI's buffers and other software: `planner.memory`.
 """
@@ -107,7 +106,7 @@ INDEX_MAX_BYTES = 128 << 20
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank at a step's peak, by use.
+    """Bytes by use.
 
     saving: the copy that --async-save writes.
     reused: activations whose memory gradients reuse later in the step.
@@ -141,8 +140,6 @@ def data_index_bytes(run: RunConfig, samples: int) -> int:
 
 @lru_cache(maxsize=64)
 def layer_saved_bytes(run: RunConfig) -> tuple[int, ...]:
-    """Return the bytes that each layer saves for backward."""
-
     def saved(kind: LayerKind) -> int:
         records = layer_records(run, kind, typical_cp_comm_type(run))
         total = sum(r.saved_bytes for r in records)

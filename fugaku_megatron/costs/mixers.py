@@ -1,4 +1,4 @@
-"""Costs that a layer's mixer has of its own: the interface between a row of `MIXERS` and the formulas. No torch."""
+"""Costs of a layer's mixer: the interface between a row of `MIXERS` and the formulas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Elementwise(NamedTuple):
 
 
 class MixerCosts(ABC):
-    """Costs of a mixer on one rank for one micro-batch."""
+    """Costs on one rank for one micro-batch."""
 
     @abstractmethod
     def records(self, run: RunConfig, cp_comm_type: str, kind: LayerKind | None) -> Records:

@@ -1,4 +1,4 @@
-"""Parameters of layers, stages and the whole model. No torch."""
+"""Parameters of layers, stages and the whole model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def model_parameters(run: RunConfig) -> int:
 
 
 def active_parameters(run: RunConfig) -> int:
-    """Count the parameters that process one token: only the experts to which it is routed."""
+    """Count only the experts to which a token is routed."""
     model = run.model
     layers = run.model.mlps.count("experts")
     if not layers or model.num_experts is None:

@@ -1,4 +1,4 @@
-"""A run's pipeline schedule, the costs for zero-bubble schedules, and the choice by --recompute-auto. No torch.
+"""A run's pipeline schedule, the costs for zero-bubble schedules, and the choice by --recompute-auto.
 
 Early stages and model chunks have more micro-batches in flight than late ones, so each gets its own number of recomputed layers.
 """
@@ -75,7 +75,7 @@ def full_batch_schedule(run: RunConfig, layout: Layout) -> Schedule:
 
 
 def recompute_name(run: RunConfig) -> str:
-    """Return the recompute in words: none, selective, full, "block N" (layers per model chunk), or "N of M" layers."""
+    """Return none, selective, full, "block N" (layers per model chunk), or "N of M" layers."""
     training = run.training
     if training.recompute_part_layers:
         return f"{sum(training.recompute_part_layers)} of {run.model.num_layers}"

@@ -1,4 +1,4 @@
-"""Layers, recompute groups and operations of virtual stages and pipeline stages. No torch."""
+"""Layers, recompute groups and operations of virtual stages and pipeline stages."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def virtual_stage_recompute_groups(
 
 
 def end_records(run: RunConfig, layout: Layout, virtual_stage: int) -> list[Record]:
-    """Return the operations outside layers: the embedding's and the head's."""
+    """Return the embedding's and the head's operations."""
     placement = layout.placement
     records = list[Record]()
     if virtual_stage == 0:

@@ -1,4 +1,4 @@
-"""Build a run's data sets from --data-path with --split, or from one flag a split.
+"""A run's data sets from --data-path with --split, or from one flag a split.
 
 Rules: blended_megatron_dataset_builder.py, utils.py and blended_megatron_dataset_config.py in
     Megatron-LM's megatron/core/datasets; for --legacy-split megatron/data/dataset_utils.py before

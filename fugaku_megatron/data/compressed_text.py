@@ -60,7 +60,6 @@ def decompressed_blocks(path: str, packed: str) -> Iterator[tuple[bytes, int]]:
 
 
 def lines(path: str, packed: str) -> Iterator[Record]:
-    """Yield lines, with or without line feeds."""
     if not packed:
         read = 0
         with open(path, "rb") as file:

@@ -36,8 +36,8 @@ def shuffled(
 ) -> Iterator[DocumentTokens]:
     """Yield all documents in a random order that depends only on their number and `piles`.
 
-    Documents are distributed at random to piles in temporary files, and each pile is shuffled in
-    memory: all orders are equally likely, and tokens may exceed memory.
+    Documents go at random to piles in temporary files, and each pile is shuffled in memory: all
+    orders are equally likely, and tokens may exceed memory.
     """
     random = np.random.RandomState(SHUFFLE_SEED)  # its stream is the same in every numpy
     if piles <= 1:

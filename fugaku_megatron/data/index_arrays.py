@@ -1,7 +1,4 @@
-"""Arrays that fix a data set's sample order: documents, samples, shuffle, blend.
-
-Rules and random stream are Megatron-core's (gpt_dataset.py, helpers.cpp).
-"""
+"""Document, sample and shuffle index, and blending, by Megatron-core's rules (gpt_dataset.py, helpers.cpp)."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ Build = Callable[[Store], None]
 
 
 class IndexRequest(NamedTuple):
-    """Index that a data set needs.
+    """Needed index.
 
     prefix: data next to which the files are by default
     size: bytes in all arrays

@@ -56,7 +56,7 @@ def mark(dataset: Dataset | None, eod: int, masks_loss: bool) -> Dataset | None:
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Token counts of samples.
+    """Counts of samples.
 
     counted: labels in the loss
     squares: sum of (document length)^2, to which attention time is proportional

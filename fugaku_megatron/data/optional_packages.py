@@ -13,7 +13,7 @@ class MissingPackage(NeverSkipped):
 
 
 def optional_package(name: str, extra: str, user: str) -> ModuleType:
-    """Import an optional package. Raises ValueError naming the extra."""
+    """Import a package, or raise ValueError with its extra."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

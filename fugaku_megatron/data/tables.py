@@ -20,9 +20,7 @@ END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # of Arrow
 
 
 class Columns(NamedTuple):
-    """Table columns. needed: require all, with text; else read the existing ones, without null
-    fields.
-    """
+    """Table columns. needed: require all, with text; else read the existing ones, without null fields."""
 
     names: tuple[str, ...] = ("text",)
     needed: bool = True
