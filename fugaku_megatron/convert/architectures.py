@@ -34,7 +34,7 @@ from .rules import (
     NO_DROPOUT,
     NORMALISED_EXPERTS,
     QUERY_SCALE,
-    SCALED_WORDS,
+    SCALED_EMBEDDING,
     SPARSE_LAYERS,
     Rule,
     has_glm_experts,
@@ -125,7 +125,7 @@ class Architecture:
 
     @property
     def embedding(self) -> str:
-        return f"{self.places[_WORDS].names[0]}.weight"
+        return f"{self.places[_WORD_EMBEDDINGS].names[0]}.weight"
 
     @property
     def stores_single_experts(self) -> bool:
@@ -140,15 +140,15 @@ class Architecture:
         return (
             (divided or self.own_head_size)
             and self.also(model)
-            and model.rotary == (_POSITIONS not in self.places)
+            and model.rotary == (_POSITION_EMBEDDINGS not in self.places)
             and not model.sinkhorn
             and all(getattr(model, name) == value for name, value in self.block.items())
         )
 
 
 OUTPUT = "output_layer"
-_WORDS = "embedding.word_embeddings"
-_POSITIONS = "embedding.position_embeddings"
+_WORD_EMBEDDINGS = "embedding.word_embeddings"
+_POSITION_EMBEDDINGS = "embedding.position_embeddings"
 _FINAL_NORM = "decoder.final_layernorm"
 
 
@@ -169,7 +169,7 @@ def _places(
     return places
 
 
-_PLAIN = {
+_COMMON_BLOCK = {
     **MULTIPLIERS,
     "attention_multiplier": None,
     "parallel_residual": False,
@@ -219,7 +219,7 @@ GPT2 = Architecture(
         "add_cross_attention": (False,),
     },
     block={
-        **_PLAIN,
+        **_COMMON_BLOCK,
         "normalization": "LayerNorm",
         "disable_bias_linear": False,
         "position_embedding_type": LEARNED,
@@ -238,7 +238,12 @@ GPT2 = Architecture(
             "mlp.linear_fc1": Counterpart(("mlp.c_fc",), transposed),
             "mlp.linear_fc2": Counterpart(("mlp.c_proj",), transposed),
         },
-        outside={_WORDS: "wte", _POSITIONS: "wpe", _FINAL_NORM: "ln_f", OUTPUT: "lm_head"},
+        outside={
+            _WORD_EMBEDDINGS: "wte",
+            _POSITION_EMBEDDINGS: "wpe",
+            _FINAL_NORM: "ln_f",
+            OUTPUT: "lm_head",
+        },
     ),
     unused=re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"),  # causal masks
     own_head_size=False,
@@ -253,16 +258,16 @@ _FIELDS = (
     Field("initializer_range", "init_method_std", 0.02),
     Field("attention_dropout", "attention_dropout", 0.0),
 )
-_LENGTH = Field("max_position_embeddings", "max_position_embeddings")
+_MAX_POSITIONS = Field("max_position_embeddings", "max_position_embeddings")
 _EPSILON = Field("rms_norm_eps", "layernorm_epsilon", 1e-6)
-_SIZE_FIELDS = (*_FIELDS, Field("intermediate_size", "ffn_hidden_size"), _LENGTH)
+_SIZE_FIELDS = (*_FIELDS, Field("intermediate_size", "ffn_hidden_size"), _MAX_POSITIONS)
 _DECODER_FIELDS = (*_SIZE_FIELDS, _EPSILON)
 _LARGER_EPSILON = Field("rms_norm_eps", "layernorm_epsilon", 1e-5)
-_OWN_HEAD = tied(False)
+_UNTIED_HEAD = tied(False)
 _SILU = {"hidden_act": ("silu", "swish")}
 _NO_WINDOW = {"use_sliding_window": (False,)}
 _DECODER_BLOCK = {
-    **_PLAIN,
+    **_COMMON_BLOCK,
     "normalization": "RMSNorm",
     "disable_bias_linear": True,
     "swiglu": True,
@@ -283,7 +288,7 @@ _DECODER_PLACES = _places(
         "mlp.linear_fc1": Counterpart(("mlp.gate_proj", "mlp.up_proj"), stacked),
         "mlp.linear_fc2": "mlp.down_proj",
     },
-    outside={_WORDS: "embed_tokens", _FINAL_NORM: "norm", OUTPUT: "lm_head"},
+    outside={_WORD_EMBEDDINGS: "embed_tokens", _FINAL_NORM: "norm", OUTPUT: "lm_head"},
 )
 
 
@@ -292,7 +297,7 @@ def _decoder(
     block: Mapping[str, Any] = {},
     free: Collection[str] = (),
     rope: Rule = ROTARY,
-    head: Rule = _OWN_HEAD,
+    head: Rule = _UNTIED_HEAD,
     further_fields: tuple[Field, ...] = (),
     further_rules: tuple[Rule, ...] = (),
     **others: Any,
@@ -349,7 +354,7 @@ QWEN3 = _decoder(
 PHI3 = _decoder(
     name="Phi3ForCausalLM",
     model_type="phi3",
-    rules=(HEADS, rotary(1.0, ("default",)), window(None), _OWN_HEAD, no_padding(32000)),
+    rules=(HEADS, rotary(1.0, ("default",)), window(None), _UNTIED_HEAD, no_padding(32000)),
     further_fields=(_LARGER_EPSILON, Field("resid_pdrop", "hidden_dropout", 0.0)),
     only={"embd_pdrop": (0.0,)},
     block={
@@ -399,7 +404,7 @@ GPT_NEOX = _decoder(
         Field("hidden_dropout", "hidden_dropout", 0.0),
         Field("use_parallel_residual", "parallel_residual", True),
     ),
-    rules=(rotary(0.25, names=("rotary_emb_base", "rotary_pct")), _OWN_HEAD),
+    rules=(rotary(0.25, names=("rotary_emb_base", "rotary_pct")), _UNTIED_HEAD),
     only={"hidden_act": ("gelu",), "attention_bias": (True,)},
     block={
         "normalization": "LayerNorm",
@@ -420,7 +425,11 @@ GPT_NEOX = _decoder(
             "mlp.linear_fc1": "mlp.dense_h_to_4h",
             "mlp.linear_fc2": "mlp.dense_4h_to_h",
         },
-        outside={_WORDS: "embed_in", _FINAL_NORM: "final_layer_norm", OUTPUT: "embed_out"},
+        outside={
+            _WORD_EMBEDDINGS: "embed_in",
+            _FINAL_NORM: "final_layer_norm",
+            OUTPUT: "embed_out",
+        },
     ),
     unused=re.compile(
         r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)"
@@ -456,7 +465,7 @@ GEMMA = _decoder(
     model_type="gemma",
     defaults={"num_key_value_heads": 16, "head_dim": 256},
     head=tied(True),
-    further_rules=(SCALED_WORDS,),
+    further_rules=(SCALED_EMBEDDING,),
     only={
         **_GEMMA_ONLY,
         "hidden_act": ("gelu_pytorch_tanh", "gelu"),
@@ -502,7 +511,7 @@ FALCON = Architecture(
             "mlp.linear_fc1": "mlp.dense_h_to_4h",
             "mlp.linear_fc2": "mlp.dense_4h_to_h",
         },
-        outside={_WORDS: "word_embeddings", _FINAL_NORM: "ln_f", OUTPUT: "lm_head"},
+        outside={_WORD_EMBEDDINGS: "word_embeddings", _FINAL_NORM: "ln_f", OUTPUT: "lm_head"},
     ),
     own_head_size=False,
 )
@@ -538,13 +547,13 @@ _POST_PLACES = _places(
     }
 )
 _SANDWICH_PLACES = _POST_PLACES | _places({"pre_mlp_layernorm": "pre_feedforward_layernorm"})
-_ALL_HEADS = {"qk_layernorm": True, "qk_layernorm_all_heads": True}
+_QK_NORM_ALL_HEADS = {"qk_layernorm": True, "qk_layernorm_all_heads": True}
 OLMO2 = _decoder(
     name="Olmo2ForCausalLM",
     model_type="olmo2",
     further_fields=(_LARGER_EPSILON,),
     only={"attention_bias": (False,)},
-    block={**_ALL_HEADS, "norm_placement": "post"},
+    block={**_QK_NORM_ALL_HEADS, "norm_placement": "post"},
     places=_POST_PLACES,
     own_head_size=False,
 )
@@ -555,7 +564,7 @@ OLMO3 = _decoder(
     rope=rotary_by_layer(500000.0, 500000.0, name=None, every=4),
     further_rules=(windows_by_layer(4096, every=4),),
     only={"attention_bias": (False,)},
-    block={**_ALL_HEADS, "norm_placement": "post"},
+    block={**_QK_NORM_ALL_HEADS, "norm_placement": "post"},
     places=_POST_PLACES,
     own_head_size=False,
     also=scales_full_layers_alone,
@@ -586,7 +595,7 @@ GEMMA2 = _decoder(
     ),
     head=tied(True),
     further_rules=(
-        SCALED_WORDS,
+        SCALED_EMBEDDING,
         QUERY_SCALE,
         windows_by_layer(4096, every=2),
     ),
@@ -609,7 +618,7 @@ GEMMA3 = _decoder(
     rope=rotary_by_layer(1e6, 1e4, name="rope_local_base_freq", every=6),
     head=tied(True),
     further_rules=(
-        SCALED_WORDS,
+        SCALED_EMBEDDING,
         QUERY_SCALE,
         windows_by_layer(4096, every=6),
     ),
@@ -662,8 +671,8 @@ _EXPERT_PLACES = _places(
     },
 )
 _NO_SHARED = {"moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False}
-_OF_A_TOKEN = Field("num_experts_per_tok", "moe_router_topk")
-_OF_AN_EXPERT = Field("moe_intermediate_size", "moe_ffn_hidden_size")
+_ROUTER_TOPK = Field("num_experts_per_tok", "moe_router_topk")
+_EXPERT_WIDTH = Field("moe_intermediate_size", "moe_ffn_hidden_size")
 MIXTRAL = _decoder(
     name="MixtralForCausalLM",
     model_type="mixtral",
@@ -671,7 +680,7 @@ MIXTRAL = _decoder(
     further_rules=(window(None),),
     further_fields=(
         _LARGER_EPSILON,
-        _OF_A_TOKEN,
+        _ROUTER_TOPK,
         Field("num_local_experts", "num_experts"),
     ),
     only={"router_jitter_noise": (0.0,)},
@@ -697,8 +706,8 @@ QWEN2_MOE = _decoder(
     further_rules=_SPARSE_RULES,
     places=_EXPERT_PLACES,
     further_fields=(
-        _OF_A_TOKEN,
-        _OF_AN_EXPERT,
+        _ROUTER_TOPK,
+        _EXPERT_WIDTH,
         Field("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
     ),
     only={**_NO_WINDOW, "qkv_bias": (True,)},
@@ -710,7 +719,7 @@ QWEN3_MOE = _decoder(
     defaults={"num_key_value_heads": 4},
     further_rules=_SPARSE_RULES,
     places=_EXPERT_PLACES,
-    further_fields=(_OF_A_TOKEN, _OF_AN_EXPERT),
+    further_fields=(_ROUTER_TOPK, _EXPERT_WIDTH),
     only={
         **_NO_WINDOW,
         "attention_bias": (False,),
@@ -724,9 +733,9 @@ OLMOE = _decoder(
     model_type="olmoe",
     places=_EXPERT_PLACES,
     further_rules=(EXPERTS,),
-    further_fields=(_LARGER_EPSILON, _OF_A_TOKEN),
+    further_fields=(_LARGER_EPSILON, _ROUTER_TOPK),
     only={"attention_bias": (False,), "clip_qkv": (None,)},
-    block={**_EXPERT_BLOCK, **_NO_SHARED, **_ALL_HEADS, "moe_layer_freq": "1"},
+    block={**_EXPERT_BLOCK, **_NO_SHARED, **_QK_NORM_ALL_HEADS, "moe_layer_freq": "1"},
     also=lambda model: model.moe_ffn_hidden_size == model.ffn_hidden_size,
     own_head_size=False,
 )
@@ -767,7 +776,7 @@ GLM4_MOE = _decoder(
         Field("attention_bias", "add_qkv_bias", False),
         Field("use_qk_norm", "qk_layernorm", False),
         Field("n_routed_experts", "num_experts"),
-        _OF_A_TOKEN,
+        _ROUTER_TOPK,
     ),
     rope=rotary(0.5),
     further_rules=(GLM_EXPERTS,),
@@ -818,7 +827,9 @@ _DELTA_NET_PLACES = _places(
         "self_attention.out_proj": "out_proj",
     },
 )
-_SHARED_WIDTH = Field("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", 512)
+_SHARED_EXPERT_WIDTH = Field(
+    "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", 512
+)
 QWEN3_NEXT = _decoder(
     name="Qwen3NextForCausalLM",
     model_type="qwen3_next",
@@ -835,9 +846,9 @@ QWEN3_NEXT = _decoder(
         SPARSE_LAYERS,
     ),
     further_fields=(
-        _OF_A_TOKEN,
-        _OF_AN_EXPERT,
-        _SHARED_WIDTH,
+        _ROUTER_TOPK,
+        _EXPERT_WIDTH,
+        _SHARED_EXPERT_WIDTH,
         *_DELTA_NET_FIELDS,
     ),
     only={"attention_bias": (False,)},
@@ -881,11 +892,11 @@ QWEN3_5_MOE = _decoder(
     ),
     fields=(
         *_FIELDS,
-        _LENGTH,
+        _MAX_POSITIONS,
         _EPSILON,
         Field("num_experts_per_tok", "moe_router_topk", 8),
         Field("moe_intermediate_size", "moe_ffn_hidden_size", 512),
-        _SHARED_WIDTH,
+        _SHARED_EXPERT_WIDTH,
         *_DELTA_NET_FIELDS,
     ),
     only=_QWEN3_5_ONLY,
@@ -926,7 +937,7 @@ GPT_OSS = _decoder(
     defaults={"num_key_value_heads": 8, "head_dim": 64},
     further_fields=(
         _LARGER_EPSILON,
-        _OF_A_TOKEN,
+        _ROUTER_TOPK,
         Field("num_local_experts", "num_experts"),
         Field("swiglu_limit", "activation_func_clamp_value", 7.0),
     ),
@@ -1048,7 +1059,7 @@ ARCHITECTURES = [
     QWEN3_NEXT,
 ]
 # What the block does not build -> model_types that are near to these.
-_NOT_SUPPORTED = {
+_UNSUPPORTED = {
     "a bias of the output layer is": ("phi",),
     "keys and values compressed into a latent vector (MLA) are": ("deepseek_v2", "deepseek_v3"),
     "this variant of experts is": ("phimoe", "granitemoe"),
@@ -1062,7 +1073,5 @@ TEXT_OF = {
     "qwen3_5_moe": ("qwen3_5_moe_text",),
 }
 # model_type of files whose experts' weights may be MXFP4.
-PACKED = ("gpt_oss",)
-REFUSED = {
-    kind: f"{what} not supported" for what, kinds in _NOT_SUPPORTED.items() for kind in kinds
-}
+MXFP4_MODELS = ("gpt_oss",)
+REFUSED = {kind: f"{what} not supported" for what, kinds in _UNSUPPORTED.items() for kind in kinds}

@@ -11,7 +11,15 @@ from ..config.fields import check, check_type
 from ..config.model import MASKED, ModelConfig
 from ..config.model import architecture as shape_values
 from ..text.named_files import JsonObject, about
-from .architectures import ARCHITECTURES, ONLY, PACKED, REFUSED, REQUIRED, TEXT_OF, Architecture
+from .architectures import (
+    ARCHITECTURES,
+    MXFP4_MODELS,
+    ONLY,
+    REFUSED,
+    REQUIRED,
+    TEXT_OF,
+    Architecture,
+)
 from .config_fields import check_fields
 from .mxfp4 import is_mxfp4
 from .rules import FILE
@@ -20,15 +28,15 @@ from .tensor_directory import read_json
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-def is_packed(config: JsonObject) -> bool:
-    return config.get("model_type") in PACKED and is_mxfp4(config.get("quantization_config"))
+def has_mxfp4_experts(config: JsonObject) -> bool:
+    return config.get("model_type") in MXFP4_MODELS and is_mxfp4(config.get("quantization_config"))
 
 
 def plain_config(config: JsonObject) -> JsonObject:
     """Return the text model's config.json, without a quantization that is unpacked."""
     if config.get("model_type") in TEXT_OF:
         config = text_config(config)
-    if is_packed(config):
+    if has_mxfp4_experts(config):
         config = {**config, "quantization_config": None}
     return config
 

@@ -22,7 +22,7 @@ from .config_json import (
     architecture_of,
     carried_config,
     config_of,
-    is_packed,
+    has_mxfp4_experts,
     plain_config,
     read_config,
 )
@@ -48,13 +48,13 @@ def open_hugging_face(directory: str) -> Weights:
         if config.get("model_type") in TEXT_OF:
             files, note = _without_towers(files)
             notes.append(note)
-        if is_packed(config):
+        if has_mxfp4_experts(config):
             files = unpacked(files)
         architecture, model = read_config(plain_config(config))
         if architecture.stores_single_experts:
             files = _with_single_experts(files, model)
         if architecture.predicts_more_tokens:
-            files, note = _without_later_layers(files, model.num_layers)
+            files, note = _without_mtp_layers(files, model.num_layers)
             notes.append(note)
         reader = _reader(files, architecture, model)
     dtypes = {name: reader.dtype(name) for name in reader.shapes}
@@ -100,16 +100,16 @@ def _with_single_experts(files: TensorDirectory, model: ModelConfig) -> TensorDi
     return TensorDirectory(files.path, tensors)
 
 
-_PREDICTS = re.compile(r"(model\.)?mtp\..*")
+_MTP = re.compile(r"(model\.)?mtp\..*")
 _NUMBERED = re.compile(r"(?:model\.)?layers\.(\d+)\..*")
 
 
-def _without_later_layers(files: TensorDirectory, layers: int) -> tuple[TensorDirectory, str]:
+def _without_mtp_layers(files: TensorDirectory, layers: int) -> tuple[TensorDirectory, str]:
     """Return the tensors of the first layers and outside layers, and a note about the others."""
     tensors = {}
     for name, tensor in files.tensors.items():
         match = _NUMBERED.fullmatch(name)
-        if match is None and not _PREDICTS.fullmatch(name) or match and int(match[1]) < layers:
+        if match is None and not _MTP.fullmatch(name) or match and int(match[1]) < layers:
             tensors[name] = tensor
     left_out = len(files.tensors) - len(tensors)
     note = f"{left_out} tensors of multi-token-prediction layers are left out"

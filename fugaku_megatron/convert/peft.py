@@ -34,7 +34,7 @@ from .weights import Adapters, Weights, adapter_shapes, layer_of, linear_of
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-TURNED = (
+FAN_IN_FAN_OUT = (
     transposed,
     conv_query_key_value,
 )  # of a module that holds its weight as (inputs, outputs)
@@ -87,7 +87,7 @@ PATTERN = rf".*\.{PARAMETERS[FC1]}"
 
 
 @dataclass(frozen=True)
-class Place:
+class PeftMatrix:
     """Matrix in their model.
 
     ours: our weight that contains it
@@ -102,7 +102,7 @@ class Place:
     expert: int | None = None
 
 
-def places(weights: Weights) -> Iterator[Place]:
+def peft_matrices(weights: Weights) -> Iterator[PeftMatrix]:
     architecture = architecture_of(weights.model, carried_config(weights.carried))
     table = tensor_mappings(architecture, weights.model)
     several = {mapping.ours for mapping in table.values() if mapping.number}
@@ -123,14 +123,14 @@ def places(weights: Weights) -> Iterator[Place]:
                 target = module.rsplit(".", 1)[-1]
             elif mapping.ours in several or len(MATRICES[linear]) == 1:
                 target = MATRICES[linear][number]
-            yield Place(module, mapping.ours, target, mapping, expert)
+            yield PeftMatrix(module, mapping.ours, target, mapping, expert)
 
 
 def _key(module: str, kind: str) -> str:
     return f"{PREFIX}{module}.lora_{kind}.weight"
 
 
-def _of_experts(rows: list[Place], linears: list[str]) -> dict[str, str]:
+def _of_experts(rows: list[PeftMatrix], linears: list[str]) -> dict[str, str]:
     weights = dict.fromkeys(row.ours for row in rows if row.expert is not None)
     both = linears == [FC1, FC2]
     return {
@@ -152,8 +152,8 @@ def save_peft(weights: Weights, directory: Path) -> None:
     tensors: dict[str, Tensor] = {}
     modules = set()
     parameters = set()
-    turned = False
-    rows = [*places(weights)]
+    fan_in_fan_out = False
+    rows = [*peft_matrices(weights)]
     for ours, module in _of_experts(
         rows, [name for name in PARAMETERS if adapters.lora.parts(name, model)]
     ).items():
@@ -172,7 +172,7 @@ def save_peft(weights: Weights, directory: Path) -> None:
             continue
         a, b = adapters.of(place.ours)
         own = in_their_shape(b, place.mapping, model)  # B's rows for their matrix, (out, r)
-        if place.mapping.arranged in TURNED:
+        if place.mapping.arranged in FAN_IN_FAN_OUT:
             own = own.t().contiguous()
         number = names.index(place.target) if place.target in names else 0
         tensors[_key(place.module, "A")] = a[number].contiguous()
@@ -182,10 +182,13 @@ def save_peft(weights: Weights, directory: Path) -> None:
             parameters.add(".".join([*place.module.split(".")[3:], "weight"]))
         else:
             modules.add(place.module.rsplit(".", 1)[-1])
-        turned = turned or place.mapping.arranged in TURNED
+        fan_in_fan_out = fan_in_fan_out or place.mapping.arranged in FAN_IN_FAN_OUT
     write_tensors(directory / TENSORS, tensors)
     config = _config(
-        adapters.lora, sorted(modules), turned, carried_config(weights.carried).get("_name_or_path")
+        adapters.lora,
+        sorted(modules),
+        fan_in_fan_out,
+        carried_config(weights.carried).get("_name_or_path"),
     )
     if parameters:
         config |= {"target_parameters": sorted(parameters)} | _patterns(
@@ -194,7 +197,7 @@ def save_peft(weights: Weights, directory: Path) -> None:
     write_json(directory / CONFIG, config)
 
 
-def _check_matrices(adapters: Adapters, rows: list[Place]) -> None:
+def _check_matrices(adapters: Adapters, rows: list[PeftMatrix]) -> None:
     """Raise ValueError for an adapter of a matrix that the architecture stores otherwise."""
     targets: dict[str, set[str]] = {}
     for row in rows:
@@ -230,7 +233,7 @@ def _patterns(config: JsonObject, several: int) -> JsonObject:
     }
 
 
-def _config(lora: LoraConfig, modules: list[str], turned: bool, base: Any) -> JsonObject:
+def _config(lora: LoraConfig, modules: list[str], fan_in_fan_out: bool, base: Any) -> JsonObject:
     alpha = int(lora.lora_alpha) if lora.lora_alpha == int(lora.lora_alpha) else lora.lora_alpha
     return {
         "peft_type": "LORA",
@@ -242,7 +245,7 @@ def _config(lora: LoraConfig, modules: list[str], turned: bool, base: Any) -> Js
         "use_rslora": lora.lora_use_rslora,
         "target_modules": modules,
         "bias": "none",
-        "fan_in_fan_out": turned,
+        "fan_in_fan_out": fan_in_fan_out,
         "inference_mode": True,
         "modules_to_save": None,
         "init_lora_weights": True,
@@ -291,7 +294,7 @@ def _open(path: Path, weights: Weights, base: JsonObject) -> Weights:
         )
     check((path / TENSORS).is_file(), f"{path / TENSORS} is missing")
     files = TensorDirectory(path, header(path / TENSORS))
-    rows = [*places(weights)]
+    rows = [*peft_matrices(weights)]
     there = [row for row in rows if _key(row.module, "A") in files.tensors]
     adapted = str(config.get("target_parameters") or "")
     fused = _of_experts(
@@ -398,12 +401,12 @@ def _fill(
     """Copy their A, or their B into the rows of ours that are theirs."""
     views = [ours]
     shape = tuple(ours.shape)
-    turned = kind == "B" and mapping.arranged in TURNED
+    fan_in_fan_out = kind == "B" and mapping.arranged in FAN_IN_FAN_OUT
     if kind == "B":
         views, shape = mapping.arranged(ours, mapping.number, model)
-        shape = shape[::-1] if turned else shape
+        shape = shape[::-1] if fan_in_fan_out else shape
     check(
         tuple(theirs.shape) == shape,
         f"{name} has shape {list(theirs.shape)}, and this model needs {list(shape)}",
     )
-    copy_flat(theirs.t() if turned else theirs, views)
+    copy_flat(theirs.t() if fan_in_fan_out else theirs, views)

@@ -375,7 +375,7 @@ NO_DROPOUT = Rule(
     lambda config: {"hidden_dropout": 0.0}
 )  # these architectures have none between layers
 
-SCALED_WORDS = Rule(
+SCALED_EMBEDDING = Rule(
     lambda config: {"embedding_multiplier": integer(config, "hidden_size") ** 0.5},
     sets=("embedding_multiplier",),
 )
