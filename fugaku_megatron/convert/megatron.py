@@ -29,20 +29,17 @@ from ..costs.vocabulary import round_up
 from ..nn.model import OUTPUT, VOCABULARY, WORD_EMBEDDINGS
 from ..nn.parameter import ParameterSpec
 from ..text.named_files import about
-from .megatron_delta_net import is_shifted, joined_parts, parts_of, shifted, split_parts
-from .megatron_files import (
-    MLP_NORM,
+from .megatron_arguments import (
     VERSION,
     arguments_of,
     by_name,
     check_pattern,
-    fused_norms,
     model_of,
     model_pattern,
-    our_name,
     pattern_of,
-    their_name,
 )
+from .megatron_delta_net import is_shifted, joined_parts, parts_of, shifted, split_parts
+from .megatron_names import MLP_NORM, fused_norms, our_name, their_name
 from .torch_dist import COMMON_STATE, DistFiles, DistWriter, GlobalPiece, Shape, object_key
 from .weights import (
     Weights,

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 from ..checkpoint.manifest import TORCH_DIST, TORCH_DIST_COMMON, fsync, write_text
 from ..checkpoint.shards import Box, range_boxes
 from ..config.fields import check
-from .megatron_files import UNREADABLE, load_metadata, load_object, load_pickled
+from .megatron_pickles import UNREADABLE, load_metadata, load_object, load_pickled
 
 CONFIG = "metadata.json"
 COMMON_STATE = "common_state"

@@ -25,12 +25,13 @@ from fugaku_megatron.cli.arguments import parse
 from fugaku_megatron.config.fields import is_off
 from fugaku_megatron.config.lora import LoraConfig
 from fugaku_megatron.config.recipes import RECIPES
-from fugaku_megatron.convert import megatron_files, peft
+from fugaku_megatron.convert import megatron_arguments, peft
 from fugaku_megatron.convert.architectures import ARCHITECTURES, LLAMA, ONLY
 from fugaku_megatron.convert.config_fields import IGNORED, IGNORED_OF, read_fields
 from fugaku_megatron.convert.config_json import read_config
 from fugaku_megatron.convert.convert_command import open_weights
 from fugaku_megatron.convert.hugging_face import open_hugging_face
+from fugaku_megatron.convert.megatron_pickles import load_metadata, load_pickled
 from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.run.checkpoint_source import matrices
 from tests.file_damage import damages
@@ -57,7 +58,7 @@ MEGATRON = sorted(path.name for path in (FOREIGN / "megatron").iterdir())
 def test_checkpoints_with_all_arguments_of_megatron_lm_are_read(name, tmp_path):
     """Each saved every argument of its version's parser, with the defaults."""
     source = FOREIGN / "megatron" / name
-    common = megatron_files.load_pickled(source / "iter_0000010" / "common.pt")
+    common = load_pickled(source / "iter_0000010" / "common.pt")
     assert len(vars(common["args"])) > 400
     command = ["convert", "--from-megatron", str(source), "--save", str(tmp_path / "ours")]
     assert program.main(command) == 0
@@ -74,11 +75,11 @@ def test_checkpoints_with_all_arguments_of_megatron_lm_are_read(name, tmp_path):
 )
 def test_objects_that_megatron_core_allows_are_read_and_do_nothing(value, tmp_path):
     torch.save({"args": Namespace(num_layers=2), "other": value}, tmp_path / "common.pt")
-    contents = megatron_files.load_pickled(tmp_path / "common.pt")
+    contents = load_pickled(tmp_path / "common.pt")
     assert contents["args"].num_layers == 2
     metadata = Metadata({}, planner_data=value)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    assert isinstance(megatron_files.load_metadata(tmp_path / ".metadata"), Metadata)
+    assert isinstance(load_metadata(tmp_path / ".metadata"), Metadata)
 
 
 @pytest.mark.parametrize("name", [".metadata", "common.pt", "__0_0.distcp"])
@@ -102,10 +103,10 @@ def test_damage_to_a_torch_dist_checkpoint_is_one_line(tmp_path, name):
 def test_names_that_could_run_code_are_refused(value, tmp_path):
     torch.save({"args": Namespace(), "other": value}, tmp_path / "common.pt")
     with pytest.raises(ValueError, match="could run code"):
-        megatron_files.load_pickled(tmp_path / "common.pt")
+        load_pickled(tmp_path / "common.pt")
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, planner_data=value)))
     with pytest.raises(ValueError, match="could run code"):
-        megatron_files.load_metadata(tmp_path / ".metadata")
+        load_metadata(tmp_path / ".metadata")
 
 
 @pytest.mark.parametrize(
@@ -127,23 +128,23 @@ def test_names_that_could_run_code_are_refused(value, tmp_path):
 )
 def test_saved_arguments_that_change_the_model_are_refused(name, value, named):
     with pytest.raises(ValueError, match=re.escape(named)):
-        megatron_files.check_saved({name: value})
+        megatron_arguments.check_saved({name: value})
 
 
 def test_layers_that_differ_are_saved_arguments_and_flags():
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
     layers = {"window_size": (3, 0), "window_attn_skip_freq": 2, "no_rope_freq": [0, 1]}
     given = {**sizes, **layers, "max_position_embeddings": 16, "position_embedding_type": "rope"}
-    model = megatron_files.model_of(given, 96, None)
+    model = megatron_arguments.model_of(given, 96, None)
     assert [kind.window for kind in model.layer_kinds] == [4, None]
     assert [kind.rope for kind in model.layer_kinds] == ["global", None]
-    written = vars(megatron_files.arguments_of(model, 96, torch.float32, 1, 1))
+    written = vars(megatron_arguments.arguments_of(model, 96, torch.float32, 1, 1))
     assert {name: written[name] for name in layers} == layers
 
 
 def test_saved_arguments_that_describe_a_run_are_read():
     """Values that are off, what the run reached, flags of train, and what the user names."""
-    megatron_files.check_saved(
+    megatron_arguments.check_saved(
         {
             "qk_l2_norm": False,
             "no_rope_freq": None,
@@ -169,9 +170,9 @@ def test_saved_arguments_that_describe_a_run_are_read():
         "spec": ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
         "is_hybrid_model": True,
     }
-    megatron_files.check_saved(hybrid)
+    megatron_arguments.check_saved(hybrid)
     with pytest.raises(ValueError, match="is_hybrid_model is True"):
-        megatron_files.check_saved({**hybrid, "hybrid_layer_pattern": None})
+        megatron_arguments.check_saved({**hybrid, "hybrid_layer_pattern": None})
 
 
 @given(
@@ -180,7 +181,7 @@ def test_saved_arguments_that_describe_a_run_are_read():
 )
 def test_an_unknown_saved_argument_is_never_ignored(name, value):
     with pytest.raises(ValueError, match=name):
-        megatron_files.check_saved({"num_layers": 2, name: value})
+        megatron_arguments.check_saved({"num_layers": 2, name: value})
 
 
 @pytest.mark.parametrize("kind", [vars, lambda namespace: SimpleNamespace(**vars(namespace))])

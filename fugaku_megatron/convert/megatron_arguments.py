@@ -1,43 +1,21 @@
-"""Arguments, tensor names and pickled files in Megatron-LM's checkpoints, old and new.
-
-Sources: megatron/training/arguments.py, megatron/training/checkpointing.py,
-    megatron/core/models/gpt, megatron/legacy/model. No pickled code runs: unknown classes are
-    refused by name; harmless ones (enumerations, numpy's random state) become inert objects.
-"""
+"""Arguments in Megatron-LM's checkpoints, old and new (megatron/training/{arguments,checkpointing}.py)."""
 
 from __future__ import annotations
 
 import argparse
-import collections
 import functools
-import gc
-import io
-import pickle
-import re
-import struct
 from collections.abc import Collection, Mapping
 from dataclasses import fields
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ..cli.arguments import add_flags
 from ..cli.parser import Parser
-from ..comm.agreement import describe
 from ..config.experts import EXPERTS
 from ..config.fields import FieldValues, as_tuples, check, check_type, flag, is_off
 from ..config.hybrid import PER_SYMBOL, Pattern, parse_pattern, with_layers
-from ..config.layer_kinds import (
-    ATTENTION,
-    DENSE_SYMBOL,
-    EXPERTS_SYMBOL,
-    MIXERS,
-    layer_pattern,
-)
+from ..config.layer_kinds import DENSE_SYMBOL, EXPERTS_SYMBOL, MIXERS, layer_pattern
 from ..config.megatron_flags import OTHER_FLAGS, saved_arguments
 from ..config.model import (
     LEARNED,
@@ -114,61 +92,6 @@ _OWN = (
     "make_vocab_size_divisible_by",
     "mask_vocab_padding",
 )
-
-# In this order: what a name of theirs has, and what it is here.
-_RENAMES = tuple(
-    (re.compile(pattern), ours)
-    for pattern, ours in (
-        (r"^(module\.|model\.)+", ""),
-        (r"^language_model\.", ""),
-        (r"^(encoder|transformer)\.", "decoder."),
-        (r"\.attention\.", ".self_attention."),
-        (r"\.query_key_value\.", ".linear_qkv."),
-        (r"\.self_attention\.dense\.", ".self_attention.linear_proj."),
-        (r"\.dense_h_to_4h\.", ".linear_fc1."),
-        (r"\.dense_4h_to_h\.", ".linear_fc2."),
-        (r"\.input_norm\.", ".input_layernorm."),
-        (r"\.post_attention_(layer)?norm\.", ".pre_mlp_layernorm."),
-        (r"\.final_norm\.", ".final_layernorm."),
-        (r"\.self_attention\.(linear_qkv|in_proj)\.layer_norm_", ".input_layernorm."),
-        (r"\.mlp\.linear_fc1\.layer_norm_", ".pre_mlp_layernorm."),
-        (r"\.mlp\.experts\.experts\.", ".mlp.experts."),
-        (r"\.shared_experts\.gate_weight", ".shared_experts.gate.weight"),
-    )
-)
-_UNUSED = re.compile(
-    r".*(_extra_state|inv_freq).*|word_embeddings_for_head\..*|word_embeddings\..*"
-)  # no weights, or copies
-INPUT_NORM = "input_layernorm."
-MLP_NORM = "pre_mlp_layernorm."
-
-
-def fused_norms(mixer: str | None, experts: bool = False) -> dict[str, str]:
-    """Return the norms that are named as parts of the next matmul, and their names.
-
-    experts: the layer has experts, which have no such matmul
-    """
-    first, _ = MIXERS[mixer or ATTENTION].linears
-    norms = {INPUT_NORM: f"self_attention.{first}.layer_norm_"}
-    if not experts:
-        norms[MLP_NORM] = "mlp.linear_fc1.layer_norm_"
-    return norms
-
-
-def our_name(theirs: str) -> str | None:
-    """Return our name for their tensor; None for tensors that are not weights, and copies."""
-    name = theirs
-    for pattern, ours in _RENAMES:
-        name = pattern.sub(ours, name)
-    return None if _UNUSED.fullmatch(name) else name
-
-
-def their_name(ours: str, fused: Mapping[str, str]) -> str:
-    """Return Megatron-LM's name of a tensor. fused: as `fused_norms`"""
-    if ours.startswith("decoder.layers."):
-        for norm, theirs in fused.items():
-            ours = ours.replace(norm, theirs)
-    return ours.replace(".shared_experts.gate.weight", ".shared_experts.gate_weight")
 
 
 def by_name(args: FieldValues | argparse.Namespace) -> FieldValues:
@@ -396,161 +319,3 @@ def _expert_arguments(model: ModelConfig) -> FieldValues:
         several = values[name]
         values[name] = list(several) if len(several) > 1 else several[0]
     return values
-
-
-_NAMESPACES = {"argparse.Namespace": argparse.Namespace, "types.SimpleNamespace": SimpleNamespace}
-# Modules and names that become Nothing: what megatron-core itself allows in these files, and how enumerations are pickled by
-# Python 3.11.0 to 3.11.3.
-_IGNORED = (
-    "megatron.",
-    "numpy.",
-    "signal.",
-    "pathlib.",
-    "_io.BytesIO",
-    "torch._C.Generator",
-    "builtins.getattr",
-    "__builtin__.getattr",
-)
-# The same in `.metadata`, into which megatron-core has pickled its save plan since 0.11.
-_IGNORED_IN_METADATA = (*_IGNORED, "torch.distributed.checkpoint.")
-_METADATA = (
-    "Metadata",
-    "MetadataIndex",
-    "TensorStorageMetadata",
-    "BytesStorageMetadata",
-    "ChunkStorageMetadata",
-    "TensorProperties",
-    "StorageMeta",
-    "_MEM_FORMAT_ENCODING",
-)
-_VALUES = (torch.dtype, torch.memory_format, torch.layout)
-# What pickle and torch raise for damaged files.
-UNREADABLE = (
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    ArithmeticError,
-    AssertionError,
-    EOFError,
-    ImportError,
-    OSError,
-    RuntimeError,
-    struct.error,
-    pickle.UnpicklingError,
-)
-
-
-class Nothing:
-    """Placeholder for an object whose class is not imported."""
-
-    def __new__(cls, *arguments: Any, **named: Any) -> Nothing:
-        return object.__new__(cls)
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-
-def load_pickled(path: Path) -> FieldValues:
-    """Load a torch.save file with mapped tensors. Raise ValueError if it is damaged or could run
-    code.
-    """
-    check(path.is_file(), f"{path} is missing")
-    contents = _load(
-        path,
-        str(path),
-        f"{path} is not a file of torch.save, or torch before 1.6 wrote it",
-        f"{path} is damaged",
-    )
-    check(isinstance(contents, dict), f"{path} holds {type(contents).__name__}, not a dictionary")
-    state: FieldValues = contents
-    return state
-
-
-def load_object(data: bytes, name: str, damaged: str) -> Any:
-    """Load a torch.save file in memory, as `load_pickled`. name: of its file. damaged: beginning of a message"""
-    return _load(io.BytesIO(data), name, damaged, damaged)
-
-
-def _load(source: Path | io.BytesIO, name: str, foreign: str, damaged: str) -> Any:
-    """Load what torch.save wrote. foreign, damaged: beginnings of messages"""
-    try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(source)
-    except UNREADABLE as error:
-        raise ValueError(f"{foreign}: {_first_line(error)}") from error
-    others = [name for name in names if name not in _NAMESPACES and not name.startswith(_IGNORED)]
-    check(
-        not others,
-        f"{name} asks for {others[:1]}, which could run code: "
-        f"only tensors, numbers, texts and {' or '.join(_NAMESPACES)} are read",
-    )
-    nothings = [(Nothing, name) for name in names if name not in _NAMESPACES]
-    if isinstance(source, io.BytesIO):
-        source.seek(0)
-    try:
-        with torch.serialization.safe_globals([*_NAMESPACES.values(), *nothings]):
-            return torch.load(
-                source, map_location="cpu", mmap=isinstance(source, Path), weights_only=True
-            )
-    except UNREADABLE as error:
-        raise ValueError(f"{damaged}: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return describe(error).splitlines()[0][:200]
-
-
-def _member(kind: Any, name: str) -> Any:
-    return kind[name] if kind is metadata._MEM_FORMAT_ENCODING else Nothing()
-
-
-class _MetadataReader(pickle.Unpickler):
-    """Unpickler for torch.distributed.checkpoint's metadata; torch's own would run any code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == metadata.__name__ and name in _METADATA:
-            return getattr(metadata, name)
-        if module == "torch" and (
-            name == "Size" or isinstance(getattr(torch, name, None), _VALUES)
-        ):
-            return getattr(torch, name)
-        known = {
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
-            ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-            ("collections", "OrderedDict"): collections.OrderedDict,
-            ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): (
-                metadata.Metadata  # whose subclass it is in megatron-core 0.15
-            ),
-            ("builtins", "getattr"): _member,
-        }
-        if (module, name) in known:
-            return known[module, name]
-        check(
-            f"{module}.{name}".startswith(_IGNORED_IN_METADATA),
-            f"it asks for {module}.{name}, which could run code",
-        )
-        return Nothing
-
-
-def load_metadata(path: Path) -> metadata.Metadata:
-    check(path.is_file(), f"{path} is missing")
-    collects = gc.isenabled()
-    gc.disable()  # it would scan the growing table again and again: 100,000 pieces take 1.5 s instead of 2.6 s
-    try:
-        with open(path, "rb") as file:
-            contents: metadata.Metadata = _MetadataReader(file).load()
-    except UNREADABLE as error:
-        raise ValueError(
-            f"{path} is damaged, or is not metadata of torch.distributed.checkpoint: {_first_line(error)}"
-        ) from error
-    finally:
-        if collects:
-            gc.enable()
-    check(
-        isinstance(contents, metadata.Metadata),
-        f"{path} holds {type(contents).__name__}, not Metadata",
-    )
-    return contents
