@@ -13,7 +13,7 @@ from fugaku_megatron.checkpoint.manifest import read_manifest
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.run_config import saved_run
 from fugaku_megatron.convert.hugging_face import open_hugging_face
-from fugaku_megatron.convert.weights import save_own
+from fugaku_megatron.convert.own_checkpoint import save_own
 from fugaku_megatron.inference.generation import Sampling
 from fugaku_megatron.inference.loading import LoadedModel, load_model
 from fugaku_megatron.nn.q8_weight import scales_of

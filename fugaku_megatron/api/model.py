@@ -20,7 +20,7 @@ from ..config.run_config import RunConfig
 from ..config.training import BatchConfig
 from ..convert.convert_command import open_weights, whole
 from ..convert.hugging_face import save_hugging_face
-from ..convert.weights import Weights, precision_of
+from ..convert.weights import Weights
 from ..data.tokenizer import Tokenizer, TokenizerFlags
 from ..inference.generation import PromptEncoder, Sampling, steps
 from ..inference.loading import Q8, WEIGHTS_FORMATS, model_of, through_stages
@@ -111,7 +111,7 @@ class Model:
         elif "precision" in weights.config:
             precision = PrecisionConfig(**weights.config["precision"])
         else:
-            precision = precision_of(weights)
+            precision = weights.precision
         run = RunConfig(
             model=weights.model, batch=BatchConfig(micro_batch_size=1), precision=precision
         )

@@ -45,9 +45,10 @@ from .carried_files import carry, check_carried, set_chat_template
 from .gguf_file import TYPES, save_gguf
 from .gguf_tokenizer import INEXACT
 from .hugging_face import open_hugging_face, save_hugging_face
+from .own_checkpoint import BASE_FLAG, open_own, save_own
 from .peft import open_peft, save_peft
 from .rules import FILE
-from .weights import BASE_FLAG, DTYPES, Weights, adapter_shapes, open_own, save_own, shapes
+from .weights import DTYPES, Weights, adapter_shapes, shapes
 
 
 def open_megatron(

@@ -97,7 +97,8 @@ def save_gguf(
     model = weights.model
     architecture = architecture_of(model, carried_config(weights.carried))
     row = _row(architecture, model)
-    kind = kind or {"fp32": "f32", "fp16": "f16"}.get(weights.precision, weights.precision)
+    name = weights.precision.name
+    kind = kind or {"fp32": "f32", "fp16": "f16"}.get(name, name)
     template = chat_template and read_text(chat_template, "--chat-template")
     tokenizer = read_tokenizer(weights.carried, model.vocab_size or 0, template, inexact)
     writer = gguf.GGUFWriter(file, row.name)

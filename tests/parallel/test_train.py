@@ -10,7 +10,7 @@ import torch
 
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.convert.weights import open_own, save_own
+from fugaku_megatron.convert.own_checkpoint import open_own, save_own
 from fugaku_megatron.data.sampler import fetch
 from fugaku_megatron.host import kernels
 from fugaku_megatron.nn.ops import Ops
