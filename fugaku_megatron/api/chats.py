@@ -9,7 +9,7 @@ import numpy as np
 
 from ..config.fields import check
 from ..config.run_config import RunConfig
-from ..data.chat_dataset import ChatArrays, signed
+from ..data.chat_files import ChatArrays, signed
 from ..data.chats import ChatTemplate, chat_of, unread_note
 from ..data.token_arrays import Documents
 from ..run.tokenizer import find_tokenizer

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ..comm.agreement import on_root
-from .chat_dataset import ChatArrays, ChatDataset, ChatFiles, check_not_chats
+from .chat_dataset import ChatDataset
+from .chat_files import ChatArrays, ChatFiles, check_not_chats
 from .data_flags import parse_data_path, parse_split, split_documents
 from .dataset import (
     SPLITS,

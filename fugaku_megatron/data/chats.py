@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..text.named_files import JsonObject, about, read_text
-from .chat_dataset import ChatFiles, signed, unsigned
+from .chat_files import ChatFiles, signed, unsigned
 from .documents import Document, read_record
 from .library_tokenizers import HuggingFaceTokenizer, clean
 from .tables import CHAT
@@ -334,7 +334,7 @@ class ChatTemplate:
         )
 
     def encode(self, chat: Chat) -> np.ndarray:
-        """Return int32 (n,), as `chat_dataset.signed`."""
+        """Return int32 (n,), as `chat_files.signed`."""
         if chat.tools and self._with_tools is not None:
             return self._with_tools.encode(chat)
         try:
@@ -583,7 +583,7 @@ def shown(
 ) -> str:
     """Decode a chat with trained text green or between [+ and +], and long parts shortened.
 
-    tokens (n,): as `chat_dataset.signed`
+    tokens (n,): as `chat_files.signed`
     """
     ids, trained = unsigned(tokens)
     begin, end = ("\033[32m", "\033[0m") if colour else ("[+", "+]")

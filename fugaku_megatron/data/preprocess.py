@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from .chat_dataset import ChatFiles, ChatWriter
+from .chat_files import ChatFiles, ChatWriter
 from .chats import ChatTemplate, examples, read_chat, read_template, unread_note
 from .data_flags import parse_split, split_documents
 from .document_order import DocumentTokens
@@ -108,7 +108,7 @@ class Encoded:
 
 class Encoder:
     """Document tokenizer, in a worker or this process. A chat has one key, encoded as
-    `chat_dataset.signed`.
+    `chat_files.signed`.
     """
 
     def __init__(self, job: Job):

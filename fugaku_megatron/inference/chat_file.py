@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..config.fields import check
-from ..data.chat_dataset import unsigned
+from ..data.chat_files import unsigned
 from ..data.chats import ChatTemplate, read_chat
 from ..data.documents import input_files, read_documents
 from ..data.tables import CHAT

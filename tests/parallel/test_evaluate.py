@@ -9,7 +9,8 @@ import torch
 
 from fugaku_megatron.cli.parser import Parser
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.data.chat_dataset import ChatDataset, ChatFiles, unsigned
+from fugaku_megatron.data.chat_dataset import ChatDataset
+from fugaku_megatron.data.chat_files import ChatFiles, unsigned
 from fugaku_megatron.data.chats import Chat, ChatTemplate
 from fugaku_megatron.data.dataset import DatasetConfig
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
@@ -18,13 +19,7 @@ from fugaku_megatron.inference import evaluate, generate, scoring
 from fugaku_megatron.inference.loading import LoadedModel
 from fugaku_megatron.inference.needles import needle_figures, read_needles
 from tests.checks import chats as chat_checks
-from tests.checks.evaluation import (
-    LENGTH,
-    PROSE,
-    QUESTIONS,
-    result,
-    their_likelihoods,
-)
+from tests.checks.evaluation import LENGTH, PROSE, QUESTIONS, result, their_likelihoods
 from tests.checks.generation import LEARNS, WIDE, save_trained, their_model, write_tokenizer
 from tests.helpers import build_trainer, one_error, small_run
 from tests.threads import ThreadWorld

@@ -21,14 +21,11 @@ from fugaku_megatron.data.build import Builder, build_datasets
 from fugaku_megatron.data.chat_dataset import (
     PADDING,
     ChatDataset,
-    ChatFiles,
-    ChatWriter,
     Packing,
     lost_lines,
     packing_lines,
-    signed,
-    unsigned,
 )
+from fugaku_megatron.data.chat_files import ChatFiles, ChatWriter, signed, unsigned
 from fugaku_megatron.data.chats import (
     Chat,
     ChatTemplate,

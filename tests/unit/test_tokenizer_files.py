@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fugaku_megatron.data.chat_dataset import unsigned
+from fugaku_megatron.data.chat_files import unsigned
 from fugaku_megatron.data.chats import Chat, ChatTemplate, user_turn
 from fugaku_megatron.data.tokenizer import TokenizerFlags
 from fugaku_megatron.text.named_files import FIRST_BYTES
