@@ -65,7 +65,7 @@ def unit_elements(run: RunConfig, layout: Layout, stage: int) -> dict[Unit, int]
             EMBEDDING: embedding,
             TIED: table,
         }
-        if holds_tied_copy(run, layout.placement, stage):
+        if holds_tied_copy(run, stage):
             others[EMBEDDING] -= table
     return {
         unit: per_layer[unit] if isinstance(unit, int) else others[unit]
@@ -125,7 +125,7 @@ def gradient_bytes(run: RunConfig) -> int:
 def gradient_collectives(run: RunConfig, layout: Layout, stage: int) -> list[Collective]:
     collectives = []
     size = gradient_bytes(run)
-    if holds_tied_copy(run, layout.placement, stage):
+    if holds_tied_copy(run, stage):
         elements = vocabulary_rows(run) * run.model.hidden_size
         collectives.append(Collective("all_reduce", "embedding", elements * size))
     if run.tp > 1:

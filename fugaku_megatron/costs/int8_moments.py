@@ -132,7 +132,7 @@ def unit_segments(
         others[HEAD] = [(NORMS[model.normalization].vectors, model.hidden_size)]
         if not model.tied:
             others[HEAD].append(table)
-        if not holds_tied_copy(run, layout.placement, stage):
+        if not holds_tied_copy(run, stage):
             others[EMBEDDING].append(table)
         if model.learned_positions:
             others[EMBEDDING].append((1, model.max_position_embeddings * model.hidden_size))

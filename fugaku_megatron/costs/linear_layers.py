@@ -95,7 +95,7 @@ def q8_savings(run: RunConfig, layout: Layout, stage: int) -> int:
 def q8_inference_savings(run: RunConfig, layout: Layout, stage: int) -> int:
     """Return the bytes that linear layers and a head in eight bits save on a rank, which keeps a tied embedding as it is."""
     saved = _layer_savings(run, layout, stage)
-    if stage != layout.placement.last_stage:
+    if stage != run.placement.last_stage:
         return saved
     rows = vocabulary_rows(run)
     columns = run.model.hidden_size

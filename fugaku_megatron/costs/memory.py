@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..config.layer_kinds import LayerKind
-from ..config.layout import Layout, placement
+from ..config.layout import Layout
 from ..config.model import ACTIVATIONS, MLP_OF_EXPERTS
 from ..config.optimizer import MOMENT_BYTES
 from ..config.run_config import RunConfig
@@ -191,12 +191,11 @@ def inner_bytes(run: RunConfig, width: int) -> int:
 
 def live_bytes(run: RunConfig, layout: Layout, stage: int, in_flight: Sequence[InFlight]) -> int:
     """Return a stage's largest saved activations in its schedule."""
-    placement = layout.placement
-    virtual_stages = placement.virtual_stages_of(stage)
+    virtual_stages = run.placement.virtual_stages_of(stage)
     return chunks_live_bytes(
         run,
-        [virtual_stage_layers(run, placement, n) for n in virtual_stages],
-        [virtual_stage_recompute_groups(run, placement, n) for n in virtual_stages],
+        [virtual_stage_layers(run, n) for n in virtual_stages],
+        [virtual_stage_recompute_groups(run, n) for n in virtual_stages],
         in_flight,
     )
 
@@ -245,7 +244,7 @@ def working_bytes(run: RunConfig) -> int:
 
 
 def posted_bytes(run: RunConfig, layout: Layout, stage: int) -> int:
-    placement = layout.placement
+    placement = run.placement
     ahead = row(run.parallel.schedule).receives_ahead
     neighbours = [
         placement.neighbour(stage, chunk, step)
@@ -263,17 +262,16 @@ def logits_rows(run: RunConfig) -> int:
     The limit is a quarter of the memory that the layers keep, or with --recompute-part-layers would
     keep, so that recompute does not change the order of sums.
     """
-    where = placement(run)
     vocabulary = vocabulary_rows(run)
     rows = run.tokens_per_microbatch
     free = run.training.recompute_part_layers is not None
     kept = sum(
         layers_kept_bytes(
             run,
-            virtual_stage_layers(run, where, virtual_stage),
-            () if free else virtual_stage_recompute_groups(run, where, virtual_stage),
+            virtual_stage_layers(run, virtual_stage),
+            () if free else virtual_stage_recompute_groups(run, virtual_stage),
         )[0]
-        for virtual_stage in where.virtual_stages_of(where.last_stage)
+        for virtual_stage in run.placement.virtual_stages_of(run.placement.last_stage)
     )
     budget = max(LOGITS_MIN_BYTES, kept // LOGITS_SHARE)
     chunks = max(-(-rows * vocabulary * FP32_BYTES // budget), -(-rows // LOGITS_MAX_ROWS))
@@ -288,7 +286,7 @@ def reused_bytes(run: RunConfig, layout: Layout, stage: int, live: int) -> int:
     if layout.microbatches(run, layout.global_batch_size(run)) > 1:
         return 0
     sizes = bucket_elements(run, layout, stage)
-    layers = sum(map(len, stage_layers(run, layout.placement, stage)))
+    layers = sum(map(len, stage_layers(run, stage)))
     tied_first = run.model.tied and layout.pp == 1
     peak = 0
     allocated = sizes[-1] if tied_first else 0
@@ -316,7 +314,7 @@ def stage_memory(
     masters = sum(updated_elements(run, layout, stage)) * FP32_BYTES
     moments, saved_moments = moment_bytes(run, layout, stage)
     logits = 0  # with gradients
-    placement = layout.placement
+    placement = run.placement
     if stage == placement.last_stage:
         element = FP32_BYTES if is_fp32 else FP32_BYTES + BF16_BYTES
         logits = logits_rows(run) * vocabulary_rows(run) * element

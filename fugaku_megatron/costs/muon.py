@@ -60,7 +60,7 @@ def orthogonalized(run: RunConfig, layout: Layout, stage: int) -> Counter[tuple[
     found = Counter[tuple[int, int]]()
     if not run.optimizer.muon:
         return found
-    for layer in itertools.chain(*stage_layers(run, layout.placement, stage)):
+    for layer in itertools.chain(*stage_layers(run, stage)):
         kind = run.model.layer_kinds[layer]
         for count, rows, columns in [*layer_matrices(run, kind), *_replicated(run.model, kind.mlp)]:
             m, n = sorted((max(1, rows // shards), columns))

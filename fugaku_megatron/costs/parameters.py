@@ -18,7 +18,7 @@ def layer_parameters(run: RunConfig) -> tuple[int, ...]:
 
 def virtual_stage_parameters(run: RunConfig, layout: Layout, virtual_stage: int) -> int:
     ends = sum(record.parameters for record in end_records(run, layout, virtual_stage))
-    layers = virtual_stage_layers(run, layout.placement, virtual_stage)
+    layers = virtual_stage_layers(run, virtual_stage)
     return sum(layer_parameters(run)[layers.start : layers.stop]) + ends
 
 
@@ -26,7 +26,7 @@ def virtual_stage_parameters(run: RunConfig, layout: Layout, virtual_stage: int)
 def stage_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
     return sum(
         virtual_stage_parameters(run, layout, virtual_stage)
-        for virtual_stage in layout.placement.virtual_stages_of(stage)
+        for virtual_stage in run.placement.virtual_stages_of(stage)
     )
 
 

@@ -67,7 +67,7 @@ def describe(
 ) -> str:
     tp = run.parallel.tensor_model_parallel_size
     pp = run.parallel.pipeline_model_parallel_size
-    layout = Layout(tp * pp, tp, pp, 1).placed(run)
+    layout = Layout(tp * pp, tp, pp, 1)
     stages = range(pp)
 
     def weight_bytes(stage: int) -> int:
@@ -77,11 +77,7 @@ def describe(
     weights = max(map(weight_bytes, stages))
     positions = max(map(len, prompts)) + max_new_tokens
     kinds = [
-        [
-            run.model.layer_kinds[layer]
-            for layers in stage_layers(run, layout.placement, stage)
-            for layer in layers
-        ]
+        [run.model.layer_kinds[layer] for layers in stage_layers(run, stage) for layer in layers]
         for stage in stages
     ]
     cache = max(cache_bytes(run, len(prompts), positions, own) for own in kinds)

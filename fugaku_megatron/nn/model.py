@@ -37,7 +37,7 @@ class Stage(nn.Module):
         super().__init__()
         tp = groups.tp
         self.layout = layout
-        self.placement = layout.placement
+        self.placement = run.placement
         self.ops = ops
         self.tied = run.model.tied and not run.lora.on
         parallel = run.parallel
@@ -125,22 +125,20 @@ class Chunk(nn.Module):
         logits_rows: int,
     ) -> None:
         super().__init__()
-        placement = layout.placement
         model = run.model
         self.tp = context.tp
         self.ops = context.ops
         self.context = context
         self.is_first = virtual_stage == 0
-        self.is_last = virtual_stage == placement.virtual_stages - 1
+        self.is_last = virtual_stage == run.placement.virtual_stages - 1
         self.logits_rows = logits_rows
-        self.recompute_groups = virtual_stage_recompute_groups(run, placement, virtual_stage)
+        self.recompute_groups = virtual_stage_recompute_groups(run, virtual_stage)
         self.z_losses: dict[int, Tensor] = {}
         vocabulary = padded_vocab_size(model, context.tp.size)
         if self.is_first:
             self.embedding = Embedding(vocabulary, context)
         self.layers = nn.ModuleList(
-            TransformerLayer(n + 1, context)
-            for n in virtual_stage_layers(run, placement, virtual_stage)
+            TransformerLayer(n + 1, context) for n in virtual_stage_layers(run, virtual_stage)
         )
         if self.is_last:
             self.final_layernorm = make_norm("decoder.final_layernorm", context)

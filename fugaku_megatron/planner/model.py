@@ -117,15 +117,14 @@ def virtual_stage_work(
     Weight-gradient matmuls in layers are deferrable. A head with logits in blocks computes its
     gradients in forward.
     """
-    placement = layout.placement
-    own = virtual_stage_layers(run, placement, virtual_stage)
+    own = virtual_stage_layers(run, virtual_stage)
     layer_kinds = run.model.layer_kinds[own.start : own.stop]
     counts = Counter(layer_kinds)
     by_kind = {kind: work.phases(run, code, kind) for kind in counts}
     forward = [(by_kind[kind]["layer_forward"], count) for kind, count in counts.items()]
     backward = [(by_kind[kind]["layer_backward"], count) for kind, count in counts.items()]
     weights = [(by_kind[kind]["layer_weights"], count) for kind, count in counts.items()]
-    if groups := virtual_stage_recompute_groups(run, placement, virtual_stage):
+    if groups := virtual_stage_recompute_groups(run, virtual_stage):
         backward += work.recomputed_layers(run, layer_kinds, groups, code)
     elif run.training.recompute_granularity == "selective":
         for kind, count in counts.items():
@@ -134,7 +133,7 @@ def virtual_stage_work(
     if virtual_stage == 0:
         forward.append((phases["embedding_forward"], 1))
         backward.append((phases["embedding_backward"], 1))
-    if virtual_stage == placement.virtual_stages - 1:
+    if virtual_stage == run.placement.virtual_stages - 1:
         forward.append((phases["head_forward"], 1))
         head_gradients = forward if code.counts["logits_in_chunks"] else backward
         head_gradients.append((phases["head_backward"], 1))
@@ -148,8 +147,7 @@ def virtual_stage_work(
 @lru_cache(maxsize=4096)
 def stage_collectives(run: RunConfig, layout: Layout) -> dict[int, list[Collective]]:
     return {
-        stage: gradient_collectives(run, layout, stage)
-        for stage in sorted(set(memory.kinds(run, layout.placement)))
+        stage: gradient_collectives(run, layout, stage) for stage in sorted(set(memory.kinds(run)))
     }
 
 
@@ -188,7 +186,7 @@ def step(
     lists = run_schedule.full_batch_schedule(run, layout)
     seconds = _virtual_stage_seconds(run, layout, rank, without)
     stages = [
-        _stage_seconds([seconds[n] for n in layout.placement.virtual_stages_of(stage)])
+        _stage_seconds([seconds[n] for n in run.placement.virtual_stages_of(stage)])
         for stage in range(layout.pp)
     ]
     transfer = (
@@ -225,7 +223,7 @@ PhaseSeconds = tuple[Seconds, Seconds, Seconds]  # forward, backward, deferrable
 def _virtual_stage_seconds(
     run: RunConfig, layout: Layout, rank: Rank, without: str
 ) -> list[PhaseSeconds]:
-    kinds = memory.virtual_stage_kinds(run, layout.placement)
+    kinds = memory.virtual_stage_kinds(run)
     known = dict[int, Seconds]()
     found = dict[int, PhaseSeconds]()
 
@@ -298,7 +296,7 @@ def _exposed(
 
 def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
     counts = rank.software.counts["optimizer"]
-    kinds = set(memory.kinds(run, layout.placement))
+    kinds = set(memory.kinds(run))
     saved_bytes = 2 * activations.FP32_BYTES - run.optimizer.moment_bytes
     if run.optimizer.main_params_dtype == "bf16":
         saved_bytes += 2
@@ -307,9 +305,7 @@ def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
         for stage in kinds
     )
     layers = max(
-        sum(
-            whole_layers(run.model, layers) for layers in stage_layers(run, layout.placement, stage)
-        )
+        sum(whole_layers(run.model, layers) for layers in stage_layers(run, stage))
         for stage in kinds
     )
     fp32 = replace(rank, precision="fp32")

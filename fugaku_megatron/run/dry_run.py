@@ -70,10 +70,10 @@ def plan_stage(plan: Plan, stage: int) -> StagePlan:
     moments = [moment.activations for moment in plan.schedule.in_flight(stage)]
     return StagePlan(
         stage,
-        layers=stage_layers(plan.config, plan.layout.placement, stage),
+        layers=stage_layers(plan.config, stage),
         parameters=parameters,
         in_flight=tuple(map(max, zip(*moments, strict=True))),
-        again=recomputed_layers(plan.config, plan.layout.placement, stage),
+        again=recomputed_layers(plan.config, stage),
         memory=plan.memory[stage],
     )
 

@@ -105,7 +105,7 @@ Source = Prefetcher[np.ndarray] | ReaderBatches  # of micro-batches
 
 def needs_data(run: RunConfig, layout: Layout, groups: Groups) -> bool:
     """Return True if this rank's stage uses samples: the first, the last, and with marks all stages."""
-    placement = layout.placement
+    placement = run.placement
     return run.data.marked or groups.pp.rank in (placement.owner(0)[0], placement.last_stage)
 
 

@@ -612,7 +612,7 @@ def layout_record(run: RunConfig, layout: Layout) -> dict[str, int | str]:
     if layout.cp > 1:
         record["context_parallel_size"] = layout.cp
     return record | {
-        "pipeline_split": ",".join(map(str, virtual_stage_sizes(run, layout.placement))),
+        "pipeline_split": ",".join(map(str, virtual_stage_sizes(run))),
         "data_parallel_size": layout.dp,
         "zero_shards": zero_shards(run, layout),
     }

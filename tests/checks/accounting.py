@@ -149,7 +149,7 @@ def expected_traffic(run, layout, stage: int) -> dict[tuple[str, str], int]:
     microbatches = layout.microbatches(run, layout.global_batch_size(run))
     ends = [
         r
-        for virtual_stage in layout.placement.virtual_stages_of(stage)
+        for virtual_stage in run.placement.virtual_stages_of(stage)
         for r in end_records(run, layout, virtual_stage)
     ]
     per_microbatch = []
@@ -158,7 +158,7 @@ def expected_traffic(run, layout, stage: int) -> dict[tuple[str, str], int]:
         per_microbatch += collectives if r in ends else by_blocks(run, collectives)
     if run.training.recompute_granularity == "full":  # groups of one layer
         again = [c for r in last_recomputed_records(run) for c in by_blocks(run, r.forward)]
-        per_microbatch += again * sum(map(len, stage_layers(run, layout.placement, stage)))
+        per_microbatch += again * sum(map(len, stage_layers(run, stage)))
     for c in per_microbatch * microbatches + gradient_collectives(run, layout, stage):
         expected[c.verb, c.group] = expected.get((c.verb, c.group), 0) + c.bytes
     sends = (stage > 0) + (stage < layout.pp - 1)
@@ -234,11 +234,11 @@ def check_kept(run: RunConfig) -> None:
     tp = run.parallel.tensor_model_parallel_size
     cp = run.parallel.context_parallel_size
     layout = Layout.from_run(run, tp * cp)
-    groups = virtual_stage_recompute_groups(run, layout.placement, 0)
+    groups = virtual_stage_recompute_groups(run, 0)
     layers = memory.layers_kept_bytes(run, range(run.model.num_layers), groups)[0]
     outside = sum(
         r.saved_bytes
-        for virtual_stage in layout.placement.virtual_stages_of(0)
+        for virtual_stage in run.placement.virtual_stages_of(0)
         for r in end_records(run, layout, virtual_stage)
     )
     if (

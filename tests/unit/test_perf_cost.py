@@ -324,8 +324,8 @@ def test_matmuls_are_accountings_flops(recompute, tp, pp, schedule):
             pipeline_schedule=schedule,
         ),
     )
-    layout = Layout(tp * pp, tp, pp, 1).placed(run)
-    parts = layout.placement.virtual_stages
+    layout = Layout(tp * pp, tp, pp, 1)
+    parts = run.placement.virtual_stages
     works = [model.virtual_stage_work(run, layout, part, EAGER) for part in range(parts)]
     total = tp * sum(
         pieces_flops(forward) + pieces_flops(backward) for forward, backward, _ in works
@@ -361,7 +361,7 @@ def test_layers_of_each_kind_count_their_own_matmuls(changes, recompute):
         parallel=ParallelConfig(pipeline_model_parallel_size=3),
     )
     again = replace(run, training=TrainingConfig(recompute_granularity=recompute))
-    layout = Layout(3, 1, 3, 1).placed(run)
+    layout = Layout(3, 1, 3, 1)
     totals = []
     for stage in range(3):
         records = stage_records(run, layout, stage)
