@@ -35,7 +35,6 @@ from ..checkpoint.trusted import iteration_to_load
 from ..comm.base import SoloComm
 from ..comm.grid import Grid
 from ..config.fields import check
-from ..config.layout import Layout
 from ..config.lora import LoraConfig
 from ..config.model import ModelConfig, architecture
 from ..config.precision import PrecisionConfig
@@ -147,8 +146,7 @@ def specs(model: ModelConfig, lora: LoraConfig = NO_ADAPTERS) -> dict[str, Param
         batch=BatchConfig(micro_batch_size=1),
         lora=lora,
     )
-    layout = Layout(1, 1, 1, 1)
-    stage = Stage(run, layout, Grid(*layout.sizes).groups(SoloComm()), Ops.build())
+    stage = Stage(run, Grid(1).groups(SoloComm()), Ops.build())
     return {parameter.spec.name: parameter.spec for parameter in parameters_of(stage)}
 
 

@@ -46,15 +46,15 @@ from .vocabulary import vocabulary_rows
 INT8_COPIES = 2  # of a weight, for forward and for data gradients
 
 
-def frozen_elements(run: RunConfig, layout: Layout, stage: int) -> int:
+def frozen_elements(run: RunConfig, stage: int) -> int:
     if not run.lora.on:
         return 0
-    return stage_parameters(run, layout, stage) - sum(unit_elements(run, layout, stage).values())
+    return stage_parameters(run, stage) - sum(unit_elements(run, stage).values())
 
 
-def frozen_bytes(run: RunConfig, layout: Layout, stage: int) -> int:
-    saved = q8_savings(run, layout, stage)
-    return run.element_bytes * frozen_elements(run, layout, stage) - saved
+def frozen_bytes(run: RunConfig, stage: int) -> int:
+    saved = q8_savings(run, stage)
+    return run.element_bytes * frozen_elements(run, stage) - saved
 
 
 def _second_moment_of_muon(run: RunConfig, layout: Layout, stage: int) -> int:
@@ -70,7 +70,7 @@ def _second_moment_of_muon(run: RunConfig, layout: Layout, stage: int) -> int:
 
 def _scales(run: RunConfig, layout: Layout, stage: int) -> int:
     """Return the most scales per 8-bit moment on a rank; with ZeRO-1 an upper limit."""
-    segments = unit_segments(run, layout, stage)
+    segments = unit_segments(run, stage)
     updated = updated_elements(run, layout, stage)
     buckets = bucket_units(run, layout, stage)
     found = 0
@@ -189,7 +189,7 @@ def inner_bytes(run: RunConfig, width: int) -> int:
     return run.tokens_per_microbatch * width * run.element_bytes // run.tp
 
 
-def live_bytes(run: RunConfig, layout: Layout, stage: int, in_flight: Sequence[InFlight]) -> int:
+def live_bytes(run: RunConfig, stage: int, in_flight: Sequence[InFlight]) -> int:
     """Return a stage's largest saved activations in its schedule."""
     virtual_stages = run.placement.virtual_stages_of(stage)
     return chunks_live_bytes(
@@ -243,7 +243,7 @@ def working_bytes(run: RunConfig) -> int:
     return max(mlp, key_working_bytes(run))
 
 
-def posted_bytes(run: RunConfig, layout: Layout, stage: int) -> int:
+def posted_bytes(run: RunConfig, stage: int) -> int:
     placement = run.placement
     ahead = row(run.parallel.schedule).receives_ahead
     neighbours = [
@@ -321,7 +321,7 @@ def stage_memory(
     outside = sum(
         record.saved_bytes
         for virtual_stage in placement.virtual_stages_of(stage)
-        for record in end_records(run, layout, virtual_stage)
+        for record in end_records(run, virtual_stage)
     )
     # the head runs while no layer does
     working = max(working_bytes(run), outside + logits) - logits
@@ -332,17 +332,17 @@ def stage_memory(
             saving += masters
         if run.output.async_save:
             saving += masters + (0 if run.output.no_save_optim else saved_moments)
-    live = live_bytes(run, layout, stage, in_flight)
+    live = live_bytes(run, stage, in_flight)
     packed = 0
     if run.system.int8:
-        packed = INT8_COPIES * quantized_weights(run, layout, stage)
+        packed = INT8_COPIES * quantized_weights(run, stage)
     return Memory(
-        weights=int(copies * (elements + frozen_elements(run, layout, stage))) * weight_bytes
+        weights=int(copies * (elements + frozen_elements(run, stage))) * weight_bytes
         + packed
-        - q8_savings(run, layout, stage),
+        - q8_savings(run, stage),
         gradients=elements * (FP32_BYTES + sent),
         optimizer=moments + (masters if run.masters else 0),
-        activations=live + posted_bytes(run, layout, stage) + working,
+        activations=live + posted_bytes(run, stage) + working,
         logits=logits,
         saving=saving,
         reused=reused_bytes(run, layout, stage, live),

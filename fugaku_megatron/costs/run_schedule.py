@@ -142,7 +142,7 @@ def fewest(
     if whole.total <= limit:
         return (0,) * len(layers)
     # fewer saved activations also mean less reused memory
-    others = whole.total + whole.reused - live_bytes(run, layout, stage, in_flight)
+    others = whole.total + whole.reused - live_bytes(run, stage, in_flight)
     space = limit - others
 
     def fits(count: int) -> bool:

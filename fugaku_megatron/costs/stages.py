@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
-from ..config.layout import Layout, cp_comm_types, stage_sizes
+from ..config.layout import cp_comm_types, stage_sizes
 from ..config.model import ModelConfig
 from ..config.run_config import RunConfig
 from ..pipeline.cuts import balanced_cut, cut_of_stages, even_cut
@@ -20,9 +20,9 @@ from .records import Record
 
 
 @lru_cache(maxsize=4096)  # searches repeat the same runs
-def quantized_weights(run: RunConfig, layout: Layout, stage: int) -> int:
+def quantized_weights(run: RunConfig, stage: int) -> int:
     elements = 0
-    for record in stage_records(run, layout, stage):
+    for record in stage_records(run, stage):
         if record.gemm and is_quantized(run, record):
             _, outputs, inputs = record.gemm
             elements += record.gemm_count * outputs * inputs
@@ -72,7 +72,7 @@ def virtual_stage_recompute_groups(run: RunConfig, virtual_stage: int) -> list[r
     return recompute_groups(layers, training.recompute_method, training.recompute_num_layers)
 
 
-def end_records(run: RunConfig, layout: Layout, virtual_stage: int) -> list[Record]:
+def end_records(run: RunConfig, virtual_stage: int) -> list[Record]:
     """Return the operations outside layers: the embedding's and the head's."""
     placement = run.placement
     records = list[Record]()
@@ -84,14 +84,14 @@ def end_records(run: RunConfig, layout: Layout, virtual_stage: int) -> list[Reco
     return records
 
 
-def stage_records(run: RunConfig, layout: Layout, stage: int) -> list[Record]:
+def stage_records(run: RunConfig, stage: int) -> list[Record]:
     comm_types = cp_comm_types(run)
     records = list[Record]()
     for virtual_stage in run.placement.virtual_stages_of(stage):
         for layer in virtual_stage_layers(run, virtual_stage):
             kind = run.model.layer_kinds[layer]
             records += layer_records(run, kind, comm_types[layer])
-        records += end_records(run, layout, virtual_stage)
+        records += end_records(run, virtual_stage)
     return records
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from .stages import stage_layers
 
@@ -18,7 +17,7 @@ def holds_tied_copy(run: RunConfig, stage: int) -> bool:
     return run.model.tied and not run.lora.on and first != last and stage in (first, last)
 
 
-def units(run: RunConfig, layout: Layout, stage: int) -> list[Unit]:
+def units(run: RunConfig, stage: int) -> list[Unit]:
     placement = run.placement
     found: list[Unit] = []
     if stage == placement.last_stage:

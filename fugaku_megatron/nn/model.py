@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.grid import Groups
-from ..config.layout import Layout, cp_comm_types
+from ..config.layout import cp_comm_types
 from ..config.run_config import RunConfig
 from ..costs import memory
 from ..costs.stages import virtual_stage_layers, virtual_stage_recompute_groups
@@ -33,10 +33,9 @@ VOCABULARY = (WORD_EMBEDDINGS, OUTPUT)  # padded to a number of rows that depend
 class Stage(nn.Module):
     """This rank's model chunks, in model order. The config's `vocab_size` must be known."""
 
-    def __init__(self, run: RunConfig, layout: Layout, groups: Groups, ops: Ops) -> None:
+    def __init__(self, run: RunConfig, groups: Groups, ops: Ops) -> None:
         super().__init__()
         tp = groups.tp
-        self.layout = layout
         self.placement = run.placement
         self.ops = ops
         self.tied = run.model.tied and not run.lora.on
@@ -56,7 +55,7 @@ class Stage(nn.Module):
         )
         rows = memory.logits_rows(run)
         self.chunks: Any = nn.ModuleList(
-            Chunk(run, layout, virtual_stage, context, rows)
+            Chunk(run, virtual_stage, context, rows)
             for virtual_stage in self.placement.virtual_stages_of(groups.pp.rank)
         )
         if self.first and self.last and run.model.tied:
@@ -119,7 +118,6 @@ class Chunk(nn.Module):
     def __init__(
         self,
         run: RunConfig,
-        layout: Layout,
         virtual_stage: int,
         context: Context,
         logits_rows: int,

@@ -123,7 +123,7 @@ def stage_mib(
     fixed = _fixed_mib(run, layout, code, nodes, parameters)
     if code.style == "native":
         return fixed + stage_memory(run, layout, stage, moments).total / MIB
-    count = stage_parameters(run, layout, stage)
+    count = stage_parameters(run, stage)
     sharded = parameters.sharded_bytes / zero_shards(run, layout)
     bytes = count * (parameters.state_bytes + sharded) + _activations(
         run, layout, stage, moments, parameters

@@ -110,7 +110,7 @@ class Step:
 
 @lru_cache(maxsize=4096)
 def virtual_stage_work(
-    run: RunConfig, layout: Layout, virtual_stage: int, code: Software
+    run: RunConfig, virtual_stage: int, code: Software
 ) -> tuple[work.Pieces, work.Pieces, work.Pieces]:
     """Return a virtual stage's (forward, backward, deferrable backward) for one micro-batch.
 
@@ -137,7 +137,7 @@ def virtual_stage_work(
         forward.append((phases["head_forward"], 1))
         head_gradients = forward if code.counts["logits_in_chunks"] else backward
         head_gradients.append((phases["head_backward"], 1))
-    parameters = virtual_stage_parameters(run, layout, virtual_stage)
+    parameters = virtual_stage_parameters(run, virtual_stage)
     layers = whole_layers(run.model, own)
     gradients = work.weight_gradients(run, parameters, 12 * layers, code)
     backward.append((gradients, 1))
@@ -184,7 +184,7 @@ def step(
         splits_fp32=run.system.splits_fp32,
     )
     lists = run_schedule.full_batch_schedule(run, layout)
-    seconds = _virtual_stage_seconds(run, layout, rank, without)
+    seconds = _virtual_stage_seconds(run, rank, without)
     stages = [
         _stage_seconds([seconds[n] for n in run.placement.virtual_stages_of(stage)])
         for stage in range(layout.pp)
@@ -220,9 +220,7 @@ def step(
 PhaseSeconds = tuple[Seconds, Seconds, Seconds]  # forward, backward, deferrable backward
 
 
-def _virtual_stage_seconds(
-    run: RunConfig, layout: Layout, rank: Rank, without: str
-) -> list[PhaseSeconds]:
+def _virtual_stage_seconds(run: RunConfig, rank: Rank, without: str) -> list[PhaseSeconds]:
     kinds = memory.virtual_stage_kinds(run)
     known = dict[int, Seconds]()
     found = dict[int, PhaseSeconds]()
@@ -235,9 +233,7 @@ def _virtual_stage_seconds(
         return replace(total, **{without: 0.0}) if without else total
 
     for kind in set(kinds):
-        forward, backward, weights = map(
-            seconds, virtual_stage_work(run, layout, kind, rank.software)
-        )
+        forward, backward, weights = map(seconds, virtual_stage_work(run, kind, rank.software))
         found[kind] = forward, backward, weights
     return [found[kind] for kind in kinds]
 
@@ -301,19 +297,18 @@ def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
     if run.optimizer.main_params_dtype == "bf16":
         saved_bytes += 2
     parameters = max(
-        stage_parameters(run, layout, stage) - rank_memory.frozen_elements(run, layout, stage)
-        for stage in kinds
+        stage_parameters(run, stage) - rank_memory.frozen_elements(run, stage) for stage in kinds
     )
     layers = max(
         sum(whole_layers(run.model, layers) for layers in stage_layers(run, stage))
         for stage in kinds
     )
     fp32 = replace(rank, precision="fp32")
-    muon = max(fp32.seconds(work.muon(run, layout, stage)).gemm for stage in kinds)
+    muon = max(fp32.seconds(work.muon(run, stage)).gemm for stage in kinds)
     moved = counts["moved"] * activations.FP32_BYTES - 2 * saved_bytes
     packed_bytes = 0
     if run.system.int8 and rank.software.style == "native":
-        quantized = max(quantized_weights(run, layout, stage) for stage in kinds)
+        quantized = max(quantized_weights(run, stage) for stage in kinds)
         packed_bytes = rank_memory.INT8_COPIES * quantized_bytes(quantized, run.element_bytes)
     return (
         rank.traffic(moved * parameters / zero_shards(run, layout) + packed_bytes)

@@ -170,7 +170,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         run = self.run
-        self.stage = Stage(run, self.layout, self.groups, self.ops)
+        self.stage = Stage(run, self.groups, self.ops)
         self.optimizer = Optimizer(self.stage, run, self.groups, self.ops)
         self.replicas = Replicas(self.optimizer, self.stage, self.groups)
         self.ramp = sizes_of(run, self.layout.global_batch_size(run))
