@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..config.fields import check, flag
 from ..config.model import NORMS, RMS_NORM, YARN, YARN_SCALING, ModelConfig
-from ..data.formats import library
+from ..data.optional_packages import optional_package
 from ..nn.positions import frequencies
 from ..text.named_files import read_text
 from .architectures import Architecture
@@ -93,7 +93,7 @@ def save_gguf(
 
     Raise ValueError for a model that llama.cpp cannot represent.
     """
-    gguf = library("gguf", "gguf", "--to-gguf")
+    gguf = optional_package("gguf", "gguf", "--to-gguf")
     model = weights.model
     architecture = architecture_of(model, carried_config(weights.carried))
     row = _row(architecture, model)
@@ -198,7 +198,7 @@ def _add_numbers(writer: Any, model: ModelConfig, row: Kind) -> None:
 
 def _add_scaling(writer: Any, model: ModelConfig) -> None:
     """Write linear scaling or yarn; Llama 3's scaling is a tensor (`rope_factors`)."""
-    kinds = library("gguf", "gguf", "--to-gguf").RopeScalingType
+    kinds = optional_package("gguf", "gguf", "--to-gguf").RopeScalingType
     if model.position_embedding_type == YARN:
         writer.add_rope_scaling_type(kinds.YARN)
         writer.add_rope_scaling_factor(model.rotary_scaling_factor)

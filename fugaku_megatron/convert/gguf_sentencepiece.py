@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config.fields import check
-from ..data.formats import library
 from ..data.library_tokenizers import load_pieces
+from ..data.optional_packages import optional_package
 from .gguf_tokens import (
     BPE,
     BYTE,
@@ -32,7 +32,9 @@ def of_pieces(path: Path) -> GgufTokenizer:
         processor, contents = load_pieces(path, "--to-gguf")
     except ValueError as error:
         raise ValueError(str(error).replace("--tokenizer-model", "--to-gguf:", 1)) from None
-    protos: Any = library("sentencepiece.sentencepiece_model_pb2", "sentencepiece", "--to-gguf")
+    protos: Any = optional_package(
+        "sentencepiece.sentencepiece_model_pb2", "sentencepiece", "--to-gguf"
+    )
     proto = protos.ModelProto.FromString(contents)
     trainer = proto.trainer_spec
     normalizer = proto.normalizer_spec

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from ..config.fields import check
-from ..data.formats import library
 from ..data.gpt2_tokenizer import bytes_to_unicode
 from ..data.library_tokenizers import (
     CHAT_TEMPLATE,
@@ -25,6 +24,7 @@ from ..data.library_tokenizers import (
     HuggingFaceTokenizer,
     has_tokenizer,
 )
+from ..data.optional_packages import optional_package
 from ..text.named_files import JsonObject, read_text
 from .gguf_sentencepiece import check_bytes, halves, of_pieces
 from .gguf_tokens import (
@@ -433,7 +433,7 @@ def _unknown_fields(folder: Path, where: str) -> list[str]:
             if not known:
                 found.append(f"{TOKENIZER_CONFIG} has the unknown switch {name!r:.60}")
     if (folder / TOKENIZER_JSON).is_file():
-        tokenizers = library("tokenizers", "demo", "--to-gguf")
+        tokenizers = optional_package("tokenizers", "demo", "--to-gguf")
         raw = read_json(folder / TOKENIZER_JSON)
         again = json.loads(tokenizers.Tokenizer.from_file(str(folder / TOKENIZER_JSON)).to_str())
         found += [

@@ -19,14 +19,9 @@ import numpy as np
 from ..text.named_files import JsonObject, about, read_text
 from .chat_dataset import ChatFiles, signed, unsigned
 from .documents import Document, read_record
-from .formats import CHAT
 from .library_tokenizers import HuggingFaceTokenizer, clean
-from .template_limits import (
-    LARGEST_TEMPLATE,
-    TemplateLimit,
-    TemplateRefusal,
-    apply_chat_template,
-)
+from .tables import CHAT
+from .template_process import LARGEST_TEMPLATE, TemplateLimit, TemplateRefusal, apply_chat_template
 from .tokenizer import Tokenizer
 
 ASSISTANT = "assistant"

@@ -17,25 +17,20 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from ..comm.agreement import on_root
-from .index_cache import (
+from .index_arrays import (
     BLOCK,
-    ArrayBlocks,
     Epochs,
-    Index,
-    IndexCache,
-    IndexRequest,
-    Store,
     added_documents,
     added_samples,
     blending_blocks,
     build_document_index,
     build_shuffle_index,
     count_samples,
-    provide,
     sample_blocks,
     sample_index_dtype,
     shuffle_index_dtype,
 )
+from .index_cache import ArrayBlocks, Index, IndexCache, IndexRequest, Store, provide
 from .indexed import IndexedDataset
 from .token_arrays import TokenArrays
 from .token_range import check_tokens

@@ -16,25 +16,12 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from ..text.named_files import FIRST_BYTES, POINTER, JsonObject, unreadable
+from .compressed_text import head_of, lines, text_blocks
 from .files import say
-from .formats import (
-    LINES,
-    TABLES,
-    TEXT,
-    TEXT_FILE,
-    VALUES,
-    Columns,
-    Form,
-    NeverSkipped,
-    check_table,
-    form_of,
-    head_of,
-    lines,
-    rows,
-    saved_files,
-    text_blocks,
-)
+from .formats import LINES, TABLES, TEXT_FILE, VALUES, Form, check_table, form_of
+from .input_errors import NeverSkipped
 from .json_values import values
+from .tables import TEXT, Columns, rows, saved_files
 
 T = TypeVar("T")
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # how a text in UTF-16 begins

@@ -24,7 +24,7 @@ import numpy as np
 from ..comm.agreement import on_root
 from ..text.named_files import JsonObject, StrPath, unreadable
 from .files import ReadFile, Status, check_status
-from .index_cache import BLOCK
+from .index_arrays import BLOCK
 
 if TYPE_CHECKING:  # reading and writing tokens needs no torch
     from ..comm.base import Comm

@@ -20,7 +20,7 @@ from typing import Any
 import regex
 
 from ..text.named_files import unreadable
-from .formats import library
+from .optional_packages import optional_package
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CONFIG = "config.json"  # of the model
@@ -63,7 +63,9 @@ def has_tokenizer(folder: Path) -> bool:
 
 def _auto_tokenizer(folder: Path, where: str) -> Any:
     """Load `AutoTokenizer` without running the folder's code."""
-    transformers = library("transformers", "huggingface", "--tokenizer-type HuggingFaceTokenizer")
+    transformers = optional_package(
+        "transformers", "huggingface", "--tokenizer-type HuggingFaceTokenizer"
+    )
     _check_files(folder, where)
     code = _named_code(folder)
     verbosity = transformers.logging.get_verbosity()
@@ -198,7 +200,7 @@ class HuggingFaceTokenizer:
 
 def load_pieces(path: str | Path, user: str) -> tuple[Any, bytes]:
     """Return a SentencePiece processor, and the file's bytes."""
-    package = library("sentencepiece", "sentencepiece", user)
+    package = optional_package("sentencepiece", "sentencepiece", user)
     where = f"--tokenizer-model {path}"
     if reason := unreadable(path):
         raise ValueError(f"{where}: cannot be read ({reason}); pass a .model file")

@@ -54,9 +54,6 @@ def mark(dataset: Dataset | None, eod: int, masks_loss: bool) -> Dataset | None:
     return None if dataset is None else MarkedDataset(dataset, eod, masks_loss)
 
 
-# What a micro-batch's marks mean ------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class TokenCounts:
     """Token counts of samples.

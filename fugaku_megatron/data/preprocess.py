@@ -37,9 +37,10 @@ from typing import Any
 
 import numpy as np
 
-from .build import parse_split, split_documents
 from .chat_dataset import ChatFiles, ChatWriter
 from .chats import ChatTemplate, examples, read_chat, read_template, unread_note
+from .data_flags import parse_split, split_documents
+from .document_order import DocumentTokens
 from .documents import (
     Document,
     Place,
@@ -50,14 +51,14 @@ from .documents import (
     read_documents,
 )
 from .files import say
-from .formats import CHAT, Columns
 from .gpt2_files import gpt2_files
 from .gpt2_tokenizer import GPT2BPETokenizer
 from .indexed import IndexedDatasetWriter, best_dtype
 from .library_tokenizers import HuggingFaceTokenizer
+from .tables import CHAT, Columns
 from .tokenizer import TokenizerFlags, add_tokenizer_flags
 from .tokenizer_identity import identity, write_identity
-from .unfinished import DocumentTokens, Unfinished
+from .unfinished import Unfinished
 
 BATCH_BYTES = (
     2**18

@@ -11,11 +11,10 @@ import fcntl
 import json
 import os
 import shutil
-import tempfile
 import time
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
@@ -23,17 +22,12 @@ from typing import Any
 
 import numpy as np
 
+from .document_order import DocumentTokens, in_order, pile_count, shuffled
 from .documents import UNFINISHED, Place
 from .files import say
 from .indexed import IndexedDatasetWriter, writing
 
-DocumentTokens = tuple[np.ndarray, np.ndarray]  # token ids of some documents, and how many each has
-
 JOURNAL_SECONDS = 5.0  # between two records
-# of tokens that are shuffled in memory at a time, and how many files that takes at most
-PILE_BYTES = 2**26
-MAX_PILES = 256
-SHUFFLE_SEED = 1234
 JOURNAL = "journal.json"
 LOCK = "lock"
 
@@ -221,11 +215,10 @@ class Unfinished:
         largest = max(
             tokens * file.dtype.itemsize for file, tokens in zip(self._files, self.journal.tokens)
         )
-        piles = min(MAX_PILES, -(-largest // PILE_BYTES))
         for file, writer in zip(self._files, writers, strict=True):
             documents = in_order(*file.contents())
             if shuffle:
-                documents = shuffled(*file.contents(), piles, self.folder)
+                documents = shuffled(*file.contents(), pile_count(largest), self.folder)
             for tokens, lengths in documents:
                 writer.add_documents(tokens, lengths)
 
@@ -246,57 +239,3 @@ class Unfinished:
             ) from None
         if error is not None and self._recorded:
             say(f"interrupted; run the same command again to resume from {self.folder}")
-
-
-# From the order of the input to that of the data set ---------------------------------------------------------------------------
-
-
-def in_order(tokens: np.ndarray, lengths: np.ndarray) -> Iterator[DocumentTokens]:
-    ends = np.cumsum(lengths, dtype=np.int64)
-    start = 0
-    limit = PILE_BYTES // tokens.itemsize
-    while start < len(lengths):
-        begin = int(ends[start - 1]) if start else 0
-        stop = max(start + 1, int(np.searchsorted(ends, begin + limit, "right")))
-        yield tokens[begin : ends[stop - 1]], lengths[start:stop]
-        start = stop
-
-
-def shuffled(
-    tokens: np.ndarray, lengths: np.ndarray, piles: int, folder: Path
-) -> Iterator[DocumentTokens]:
-    """Yield all documents in a random order that depends only on their number and `piles`.
-
-    Documents are distributed at random to piles in temporary files, and each pile is shuffled in
-    memory: all orders are equally likely, and tokens may exceed memory.
-    """
-    random = np.random.RandomState(SHUFFLE_SEED)  # its stream is the same in every numpy
-    if piles <= 1:
-        order = random.permutation(len(lengths))
-        yield _gathered(tokens, lengths, order), lengths[order]
-        return
-    pile_of = random.randint(piles, size=len(lengths))
-    done = 0
-    with ExitStack() as stack:
-        files = [stack.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in range(piles)]
-        for part, counts in in_order(tokens, lengths):
-            numbers = pile_of[done : done + len(counts)]
-            for number in np.unique(numbers):
-                files[number].write(_gathered(part, counts, np.flatnonzero(numbers == number)).data)
-            done += len(counts)
-        for number, file in enumerate(files):
-            with file:
-                file.seek(0)
-                part = np.frombuffer(file.read(), tokens.dtype)
-                counts = lengths[pile_of == number]
-            order = random.permutation(len(counts))
-            yield _gathered(part, counts, order), counts[order]
-
-
-def _gathered(tokens: np.ndarray, lengths: np.ndarray, order: np.ndarray) -> np.ndarray:
-    ends = np.cumsum(lengths, dtype=np.int64)
-    parts = [
-        tokens[end - length : end]
-        for end, length in zip(ends[order].tolist(), lengths[order].tolist())
-    ]
-    return np.concatenate([tokens[:0], *parts])

@@ -22,8 +22,9 @@ from typing import Any
 from ..text.named_files import unreadable
 from .documents import Skipped, add_input_arguments, document_texts, input_files, read_documents
 from .files import say
-from .formats import Columns, library
 from .gpt2_tokenizer import EOD_TOKEN, bytes_to_unicode
+from .optional_packages import optional_package
+from .tables import Columns
 
 MIN_TOKENS = len(bytes_to_unicode()) + 1  # every byte, and the end of a document
 MAX_TOKENS = 2**26  # as --vocab-size of a model
@@ -36,7 +37,9 @@ def train_vocabulary(texts: Iterable[str], size: int, output: Path) -> int:
     Pairs that occur at least twice are merged.
     """
     check_size(size)
-    tokenizer = library("tokenizers", "demo", "training a vocabulary").ByteLevelBPETokenizer()
+    tokenizer = optional_package(
+        "tokenizers", "demo", "training a vocabulary"
+    ).ByteLevelBPETokenizer()
     characters = 0
 
     def counted() -> Iterable[str]:

@@ -10,7 +10,7 @@ from ..config.fields import check
 from ..data.chat_dataset import unsigned
 from ..data.chats import ChatTemplate, read_chat
 from ..data.documents import input_files, read_documents
-from ..data.formats import CHAT
+from ..data.tables import CHAT
 from .scoring import Request
 
 

@@ -14,8 +14,8 @@ from ..config import batches
 from ..config.fields import FieldValues, check, flag
 from ..config.run_config import RANK_FIELDS, RunConfig
 from ..config.training import RECOMPUTE
-from ..data.build import listed_data, parse_data_path
 from ..data.chat_dataset import check_mask_file
+from ..data.data_flags import listed_data, parse_data_path
 from ..data.indexed import check_files
 from ..host import kernels
 from ..observe.history import HISTORY, read_run_history

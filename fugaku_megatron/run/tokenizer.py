@@ -13,7 +13,7 @@ from ..config.data import DataConfig
 from ..config.fields import check
 from ..config.recipes import GPT2_VOCABULARY
 from ..config.run_config import RunConfig
-from ..data.build import parse_data_path
+from ..data.data_flags import parse_data_path
 from ..data.tokenizer import TokenizerFlags, model_tokenizer
 from ..data.tokenizer_identity import identity, mismatch, read_identity
 from ..text.named_files import JsonObject

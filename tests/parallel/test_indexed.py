@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fugaku_megatron.data import dataset as dataset_module
-from fugaku_megatron.data import index_cache, indexed
+from fugaku_megatron.data import index_arrays, index_cache, indexed
 from fugaku_megatron.data.build import Builder, build_datasets
 from fugaku_megatron.data.dataset import GPT_ARRAYS, DatasetConfig, GPTDataset
 from fugaku_megatron.data.files import MappedFile
@@ -237,7 +237,7 @@ def folder(corpus):
 @pytest.mark.parametrize("block", [7, 2**20])
 def test_files_hold_what_memory_would(corpus, samples, block, monkeypatch):
     in_memory = build(corpus, samples=samples)
-    for module in (index_cache, dataset_module):
+    for module in (index_arrays, dataset_module):
         monkeypatch.setattr(module, "BLOCK", block)
     mapped = build(corpus, MAPPED, samples)
     assert same(mapped, in_memory) and same(build(corpus, samples=samples), in_memory)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from fugaku_megatron.data import preprocess, unfinished
-from fugaku_megatron.data.build import parse_split, split_documents
+from fugaku_megatron.data import document_order, preprocess
+from fugaku_megatron.data.data_flags import parse_split, split_documents
 from fugaku_megatron.data.gpt2_files import gpt2_files
 from fugaku_megatron.data.gpt2_tokenizer import GPT2BPETokenizer
 from fugaku_megatron.data.indexed import IndexedDataset
@@ -172,7 +172,7 @@ def test_documents_are_shuffled_alike_for_every_key_and_number_of_workers(
     tmp_path, preprocess_files, monkeypatch, sorted_texts, pile_bytes
 ):
     """A pile is shuffled in memory; larger input takes several."""
-    monkeypatch.setattr(unfinished, "PILE_BYTES", pile_bytes)
+    monkeypatch.setattr(document_order, "PILE_BYTES", pile_bytes)
     orders = {}
     for prefix, more in {"one": "", "two": "--workers 2", "kept": "--keep-order"}.items():
         flags = f"--input sorted.jsonl --json-keys text title --output-prefix {prefix} {more}"

@@ -13,9 +13,9 @@ import time
 import psutil
 import pytest
 
-from fugaku_megatron.data import preprocess, unfinished
+from fugaku_megatron.data import document_order, preprocess, unfinished
 from fugaku_megatron.data.documents import input_files, read_documents
-from fugaku_megatron.data.formats import CHAT, Columns
+from fugaku_megatron.data.tables import CHAT, Columns
 from tests.helpers import flip_bit
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -121,7 +121,7 @@ def outputs(folder, prefix):
 def test_every_form_of_the_input_gives_the_same_files(
     tmp_path, run, monkeypatch, pile_bytes, orders
 ):
-    monkeypatch.setattr(unfinished, "PILE_BYTES", pile_bytes)
+    monkeypatch.setattr(document_order, "PILE_BYTES", pile_bytes)
     write_all_forms(tmp_path, texts())
     plain = []
     for prefix, more in orders.items():
@@ -272,7 +272,7 @@ from fugaku_megatron.cli import program
 from fugaku_megatron.data import preprocess, unfinished
 if sys.argv[1] == "never ends":
     unfinished.Unfinished.finish = lambda *_: time.sleep(600)
-preprocess.BATCH_BYTES, unfinished.JOURNAL_SECONDS, unfinished.PILE_BYTES = 2000, 0, 2**26
+preprocess.BATCH_BYTES, unfinished.JOURNAL_SECONDS = 2000, 0
 program.main(sys.argv[2:])
 """
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fugaku_megatron.cli.arguments import make_run, parse
-from fugaku_megatron.data import template_limits
+from fugaku_megatron.data import template_process
 from fugaku_megatron.data.build import Builder, build_datasets
 from fugaku_megatron.data.chat_dataset import (
     PADDING,
@@ -291,7 +291,7 @@ RARE = (  # other ways to the same limit on memory
     [pytest.param(*row, marks=pytest.mark.full if row[0] in RARE else ()) for row in HOSTILE],
 )
 def test_a_hostile_template_ends_with_one_line(tokenizer, template, message, monkeypatch):
-    monkeypatch.setattr(template_limits, "SECONDS", 0.2 if message == ENDED else 20.0)
+    monkeypatch.setattr(template_process, "SECONDS", 0.2 if message == ENDED else 20.0)
     with pytest.raises(ValueError, match=re.escape(f"cannot render it ({message}")) as refused:
         ChatTemplate(tokenizer, template).prompt(TALK)
     assert "\n" not in str(refused.value)
@@ -301,18 +301,18 @@ def test_a_template_has_a_largest_size(tokenizer):
     with pytest.raises(
         ValueError, match="has 262145 characters, more than 262144: pass another one"
     ):
-        ChatTemplate(tokenizer, "a" * (template_limits.LARGEST_TEMPLATE + 1))
+        ChatTemplate(tokenizer, "a" * (template_process.LARGEST_TEMPLATE + 1))
 
 
 def test_a_template_has_its_limits_on_every_thread(tokenizer, monkeypatch):
     """The process of this test, and its limit on memory, are as they were; the next chat is rendered."""
-    monkeypatch.setattr(template_limits, "SECONDS", 0.2)
+    monkeypatch.setattr(template_process, "SECONDS", 0.2)
     before = resource.getrlimit(resource.RLIMIT_AS)
     with ThreadPoolExecutor(2) as pool:
         hostile = pool.submit(ChatTemplate(tokenizer, LOOP).prompt, TALK)
         with pytest.raises(ValueError, match="did not end within"):
             hostile.result(timeout=60)
-        monkeypatch.setattr(template_limits, "SECONDS", 20.0)
+        monkeypatch.setattr(template_process, "SECONDS", 20.0)
         prompts = list(pool.map(ChatTemplate(tokenizer).prompt, [TALK, TALK[:1]]))
     assert prompts == [ChatTemplate(tokenizer).prompt(talk) for talk in (TALK, TALK[:1])]
     assert resource.getrlimit(resource.RLIMIT_AS) == before
@@ -322,24 +322,24 @@ def test_the_process_that_renders_is_started_again(tokenizer):
     """Also in a process that was forked, which has to leave its parent's alone."""
     template = ChatTemplate(tokenizer)
     expected = template.prompt(TALK)
-    process = template_limits._process._process
+    process = template_process._process._process
     assert process is not None
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
         assert pool.submit(_prompt_of_the_fork, template).result(timeout=60) == expected
-    assert template.prompt(TALK) == expected and template_limits._process._process is process
+    assert template.prompt(TALK) == expected and template_process._process._process is process
     process.kill()
     process.wait()
     assert template.prompt(TALK) == expected
 
 
 def _prompt_of_the_fork(template: ChatTemplate) -> list[int]:
-    assert template_limits._process._process is None
+    assert template_process._process._process is None
     return template.prompt(TALK)
 
 
 def test_preprocess_with_a_hostile_template_ends_with_code_2(folder, tmp_path, monkeypatch, capsys):
     """No chat is left out for it: all would be, after the limit each."""
-    monkeypatch.setattr(template_limits, "SECONDS", 0.2)
+    monkeypatch.setattr(template_process, "SECONDS", 0.2)
     (tmp_path / "loop.jinja").write_text(LOOP)
     source = write_lines(tmp_path / "a.jsonl", *[GOOD] * 100)
     template = str(tmp_path / "loop.jinja")

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from fugaku_megatron.data import build
-from fugaku_megatron.data.build import Builder, build_datasets, parse_data_path, parse_split
+from fugaku_megatron.data.build import Builder, build_datasets
+from fugaku_megatron.data.data_flags import parse_data_path, parse_split
 from fugaku_megatron.data.dataset import BlendedDataset, DatasetConfig, GPTDataset, MockDataset
-from fugaku_megatron.data.index_cache import (
+from fugaku_megatron.data.index_arrays import (
     blending_blocks,
     build_document_index,
     build_shuffle_index,
@@ -14,9 +15,7 @@ from fugaku_megatron.data.index_cache import (
 )
 from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.run.announce import validation_line
-from tests.checks.corpus import (
-    write,
-)
+from tests.checks.corpus import write
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 from fugaku_megatron.cli import program
 from fugaku_megatron.data import json_values
 from fugaku_megatron.data.documents import Place, Skipped, input_files, read_documents
-from fugaku_megatron.data.formats import CHAT
 from fugaku_megatron.data.json_values import values
+from fugaku_megatron.data.tables import CHAT
 
 TEXTS = ["1 2", "3 \u65e5\n", "5"]
 RECORDS = [{"text": text, "n": {"a": [2, 3]}} for text in TEXTS]

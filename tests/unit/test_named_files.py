@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from fugaku_megatron.config.yaml_file import read_yaml
-from fugaku_megatron.data.build import listed_data
 from fugaku_megatron.data.chats import read_template
+from fugaku_megatron.data.data_flags import listed_data
 from fugaku_megatron.data.library_tokenizers import load_pieces
-from fugaku_megatron.data.template_limits import LARGEST_TEMPLATE
+from fugaku_megatron.data.template_process import LARGEST_TEMPLATE
 from fugaku_megatron.data.tokenizer import TokenizerFlags
 from fugaku_megatron.inference.generation import prompts_of
 from fugaku_megatron.inference.questions import read_questions

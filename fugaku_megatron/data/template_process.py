@@ -10,36 +10,30 @@ import atexit
 import functools
 import json
 import os
-import resource
 import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
 import numpy as np
 
-from ..text.named_files import JsonObject
-from .formats import NeverSkipped
+from .input_errors import NeverSkipped
+from .template_server import BYTES, REMEDY, RENDER, serve
 
 SECONDS = 5.0  # for one rendering; published templates take milliseconds
-BYTES = 2**30  # of memory that rendering may add
 CHARACTERS = 2**20  # of text that any chat may be rendered to, and
 GROWTH = 16  # characters of text for each byte of a chat with its template: tokenizers abort on texts without end
 START_SECONDS = 600.0  # until transformers is imported, from a busy file system
 SPARE_SECONDS = 60.0  # after which a process that the kernel did not end is killed
-REASON = 2000  # characters of a template's own message
 LARGEST_TEMPLATE = 2**18  # bytes of a template
-REMEDY = "pass another template as --chat-template FILE"
-RENDER = "render_jinja_template"  # the function of transformers that renders
 START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    f"from {__name__} import serve; serve(int(sys.argv[2]))"
+    f"from {serve.__module__} import serve; serve(int(sys.argv[2]))"
 )
 
 
@@ -184,55 +178,6 @@ def _end(status: int) -> str:
 
 def _status(status: int) -> str:
     return signal.Signals(-status).name if status < 0 else f"exit code {status}"
-
-
-# The other process ----------------------------------------------------------------------------------------------------------------
-
-
-def serve(size: int) -> None:
-    """Render calls from lines of JSON. size: memory limit above current use, in bytes."""
-    from transformers.utils import chat_template_utils
-
-    render = getattr(chat_template_utils, RENDER)
-    _limit_memory(size)
-    sys.stdout.buffer.write(_line({}))
-    sys.stdout.buffer.flush()
-    for line in sys.stdin.buffer:
-        request = json.loads(line)
-        limits = request["limits"]
-        # Nothing handles the signal, so that the kernel ends this process, whatever it does.
-        signal.setitimer(signal.ITIMER_REAL, limits["seconds"])
-        reply = _reply(render, request["call"], limits["characters"])
-        answer = _line(reply)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        sys.stdout.buffer.write(answer)
-        sys.stdout.buffer.flush()
-
-
-def _reply(render: Callable[..., Any], call: Mapping[str, Any], characters: int) -> JsonObject:
-    try:
-        texts, places = render(**call)
-        count = sum(map(len, texts))
-        if count > characters:
-            return {"limit": f"its text has {count} characters, more than {characters}; {REMEDY}"}
-        return {"texts": texts, "places": places}
-    except MemoryError:
-        return {"limit": f"it takes more than {BYTES >> 20} MiB of memory; {REMEDY}"}
-    except Exception as error:  # the template's own, or any of the library
-        return {"error": " ".join(f"{type(error).__name__}: {error}"[:REASON].split())}
-
-
-def _line(reply: Mapping[str, Any]) -> bytes:
-    return json.dumps(reply).encode() + b"\n"
-
-
-def _limit_memory(size: int) -> None:
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + size
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if soft != resource.RLIM_INFINITY:
-        limit = min(limit, soft)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
 _process = TemplateProcess()

@@ -1,0 +1,24 @@
+"""Packages of the extras in pyproject.toml, imported on demand."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from .input_errors import NeverSkipped
+
+
+class MissingPackage(NeverSkipped):
+    pass
+
+
+def optional_package(name: str, extra: str, user: str) -> ModuleType:
+    """Import an optional package. Raises ValueError naming the extra."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.split(".")[0]
+        raise MissingPackage(
+            f"{user} needs the Python package {package} ({error}): pip install {package}, or this package with its "
+            f"extra [{extra}]"
+        ) from None
