@@ -190,7 +190,7 @@ def initial_weights(run: RunConfig) -> Callable[[str], Tensor]:
     """Return the function from the global name of a parameter to its initial value in our trainer."""
     ops = Ops.build()
     layout = Layout.from_run(run, 1)
-    stage = Stage(run, layout, Grid(*layout.sizes).groups(SoloComm()), ops)
+    stage = Stage(run, Grid(*layout.sizes).groups(SoloComm()), ops)
     meta = {p.spec.name: p for p in stage.parameters()}  # on the meta device
 
     @lru_cache(

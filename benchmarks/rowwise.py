@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import ModelConfig
 from fugaku_megatron.costs.parameters import stage_parameters
 from fugaku_megatron.costs.vocabulary import padded_vocab_size
@@ -68,7 +67,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
     yield cross_entropy(s * b, v, split=True)
     yield embedding(s * b, h, v, dtype)
     yield position(s, b, h, dtype)
-    yield from update(min(UPDATE_ELEMENTS, stage_parameters(run, Layout(tp, tp, 1, 1), 0)), dtype)
+    yield from update(min(UPDATE_ELEMENTS, stage_parameters(run, 0)), dtype)
 
 
 def compare(

@@ -159,8 +159,7 @@ def step_overhead() -> tuple[float, float]:
     points = []
     for layers, microbatches in ((1, 1), (8, 8)):
         run = _tiny(layers, microbatches)
-        layout = Layout.from_run(run, 1)
-        forward, backward, _ = model.virtual_stage_work(run, layout, 0, code)
+        forward, backward, _ = model.virtual_stage_work(run, 0, code)
         calls = sum(work.calls * times for work, times in forward + backward) * microbatches
         points.append((calls, _step_seconds(run)))
     (few, short), (many, long) = points

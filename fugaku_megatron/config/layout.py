@@ -8,8 +8,6 @@ from functools import cached_property
 from itertools import accumulate
 
 from ..pipeline.cuts import evenly
-from ..pipeline.placement import Placement, placement_of
-from ..pipeline.schedule_names import LOOP, SCHEDULES
 from .batches import sizes_of
 from .fields import check, flag
 from .parallel import A2A, EITHER, P2P
@@ -51,12 +49,6 @@ class Layout:
     ep: int = 1
     etp: int | None = None
     cp: int = 1
-    model_chunks: int = 1
-    placement_kind: str = LOOP
-
-    @cached_property
-    def placement(self) -> Placement:
-        return Placement(self.pp, self.model_chunks, self.placement_kind)
 
     @cached_property
     def sizes(self) -> tuple[int, int, int, int, int | None, int]:
@@ -120,7 +112,7 @@ class Layout:
         )
         check_split(run)
         dp = world_size // (tp * pp * cp)
-        layout = Layout(world_size, tp, pp, dp, *_expert_sizes(run, dp * cp), cp).placed(run)
+        layout = Layout(world_size, tp, pp, dp, *_expert_sizes(run, dp * cp), cp)
         for size in sizes_of(run, layout.global_batch_size(run)).sizes():
             layout.microbatches(run, size)
         batch = layout.eval_batch_size(run)
@@ -132,10 +124,6 @@ class Layout:
             )
         layout.microbatches(evaluation_run(run), batch)
         return layout
-
-    def placed(self, run: RunConfig) -> Layout:
-        where = placement(run)
-        return replace(self, model_chunks=where.model_chunks, placement_kind=where.kind)
 
     def global_batch_size(self, run: RunConfig) -> int:
         return run.batch.global_batch_size or run.batch.micro_batch_size * self.dp
@@ -290,23 +278,10 @@ def evaluation_run(run: RunConfig) -> RunConfig:
     return replace(run, batch=replace(run.batch, micro_batch_size=size))
 
 
-def chunks(run: RunConfig) -> int:
-    parallel = run.parallel
-    if per_chunk := parallel.num_layers_per_virtual_pipeline_stage:
-        return max(1, run.model.num_layers // (per_chunk * parallel.pipeline_model_parallel_size))
-    return parallel.num_virtual_stages_per_pipeline_rank or SCHEDULES[parallel.schedule].chunks or 1
-
-
-def placement(run: RunConfig) -> Placement:
-    return placement_of(
-        run.parallel.schedule, run.parallel.pipeline_model_parallel_size, chunks(run)
-    )
-
-
 def check_split(run: RunConfig) -> None:
     parallel = run.parallel
     layers = run.model.num_layers
-    parts = placement(run).virtual_stages
+    parts = run.placement.virtual_stages
     pp = parallel.pipeline_model_parallel_size
     split = parallel.pipeline_split
     per_chunk = parallel.num_layers_per_virtual_pipeline_stage

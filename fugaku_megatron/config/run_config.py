@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import cached_property
 
+from ..pipeline.placement import Placement, placement_of
+from ..pipeline.schedule_names import SCHEDULES
 from .data import DataConfig
 from .faults import NumbersConfig
 from .fields import FieldValues, as_tuples, cached_hash, check, flag
@@ -226,6 +228,17 @@ class RunConfig:
     def tp(self) -> int:
         """Tensor-parallel size."""
         return self.parallel.tensor_model_parallel_size
+
+    @cached_property
+    def placement(self) -> Placement:
+        parallel = self.parallel
+        pp = parallel.pipeline_model_parallel_size
+        chunks = SCHEDULES[parallel.schedule].chunks or 1
+        if per_chunk := parallel.num_layers_per_virtual_pipeline_stage:
+            chunks = max(1, self.model.num_layers // (per_chunk * pp))
+        elif given := parallel.num_virtual_stages_per_pipeline_rank:
+            chunks = given
+        return placement_of(parallel.schedule, pp, chunks)
 
     @cached_property
     def tokens_per_microbatch(self) -> int:

@@ -15,7 +15,6 @@ from torch import Tensor
 from ..comm.base import SoloComm
 from ..comm.grid import Grid
 from ..config.fields import check
-from ..config.layout import Layout
 from ..config.lora import LoraConfig
 from ..config.model import ModelConfig
 from ..config.precision import PrecisionConfig
@@ -126,8 +125,7 @@ def specs(model: ModelConfig, lora: LoraConfig = NO_ADAPTERS) -> dict[str, Param
         batch=BatchConfig(micro_batch_size=1),
         lora=lora,
     )
-    layout = Layout(1, 1, 1, 1)
-    stage = Stage(run, layout, Grid(*layout.sizes).groups(SoloComm()), Ops.build())
+    stage = Stage(run, Grid(1).groups(SoloComm()), Ops.build())
     return {parameter.spec.name: parameter.spec for parameter in parameters_of(stage)}
 
 

@@ -54,7 +54,7 @@ def adapter_parameters(run: RunConfig) -> tuple[int, ...]:
     )
 
 
-def unit_elements(run: RunConfig, layout: Layout, stage: int) -> dict[Unit, int]:
+def unit_elements(run: RunConfig, stage: int) -> dict[Unit, int]:
     per_layer = adapter_parameters(run) if run.lora.on else layer_parameters(run)
     others = {HEAD: 0, EMBEDDING: 0}
     if not run.lora.on:
@@ -65,16 +65,16 @@ def unit_elements(run: RunConfig, layout: Layout, stage: int) -> dict[Unit, int]
             EMBEDDING: embedding,
             TIED: table,
         }
-        if holds_tied_copy(run, layout.placement, stage):
+        if holds_tied_copy(run, stage):
             others[EMBEDDING] -= table
     return {
         unit: per_layer[unit] if isinstance(unit, int) else others[unit]
-        for unit in units(run, layout, stage)
+        for unit in units(run, stage)
     }
 
 
 def bucket_units(run: RunConfig, layout: Layout, stage: int) -> list[list[Unit]]:
-    elements = unit_elements(run, layout, stage)
+    elements = unit_elements(run, stage)
     minimum = bucket_minimum(run, layout.replicas)
     names = list(elements)
     buckets = cut(list(elements.values()), minimum, tied=TIED in elements)
@@ -88,7 +88,7 @@ def bucket_sizes(run: RunConfig, layout: Layout, stage: int) -> tuple[tuple[int,
     Divided experts in the same units form their own bucket.
     """
     experts = of_layers(run, lambda kind: sum(r.divided for r in layer_records(run, kind)))
-    elements = unit_elements(run, layout, stage)
+    elements = unit_elements(run, stage)
     sizes = []
     for bucket in bucket_units(run, layout, stage):
         divided = sum(experts[unit] for unit in bucket if isinstance(unit, int))
@@ -125,11 +125,11 @@ def gradient_bytes(run: RunConfig) -> int:
 def gradient_collectives(run: RunConfig, layout: Layout, stage: int) -> list[Collective]:
     collectives = []
     size = gradient_bytes(run)
-    if holds_tied_copy(run, layout.placement, stage):
+    if holds_tied_copy(run, stage):
         elements = vocabulary_rows(run) * run.model.hidden_size
         collectives.append(Collective("all_reduce", "embedding", elements * size))
     if run.tp > 1:
-        records = stage_records(run, layout, stage)
+        records = stage_records(run, stage)
         if sequence_shards(run) > 1:
             partial = sum(record.replicated for record in records)
         else:

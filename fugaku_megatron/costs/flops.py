@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import chain
 
-from ..config.layout import placement
 from ..config.parallel import ParallelConfig
 from ..config.run_config import RunConfig
 from .attention import document_length, mean_visible_share
@@ -18,11 +17,10 @@ from .vocabulary import padded_vocab_size
 def _recompute_fraction(run: RunConfig) -> float:
     if run.training.recompute_granularity != "full":
         return 0.0
-    where = placement(run)
     groups = [
         group
-        for virtual_stage in range(where.virtual_stages)
-        for group in virtual_stage_recompute_groups(run, where, virtual_stage)
+        for virtual_stage in range(run.placement.virtual_stages)
+        for group in virtual_stage_recompute_groups(run, virtual_stage)
     ]
     return sum(map(len, groups)) / run.model.num_layers
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from ..config.layer_kinds import LayerKind, column_parallel
-from ..config.layout import Layout
 from ..config.model import ACTIVATIONS, MLP_OF_EXPERTS, NORMS, ModelConfig
 from ..config.optimizer import MOMENT_BLOCK
 from ..config.run_config import RunConfig
@@ -120,9 +119,7 @@ def layer_segments(run: RunConfig, kind: LayerKind) -> tuple[Segments, Segments]
     return divided, others
 
 
-def unit_segments(
-    run: RunConfig, layout: Layout, stage: int
-) -> dict[Unit, tuple[Segments, Segments]]:
+def unit_segments(run: RunConfig, stage: int) -> dict[Unit, tuple[Segments, Segments]]:
     model = run.model
     others: dict[str, Segments] = {HEAD: [], EMBEDDING: []}
     if not run.lora.on:
@@ -132,12 +129,12 @@ def unit_segments(
         others[HEAD] = [(NORMS[model.normalization].vectors, model.hidden_size)]
         if not model.tied:
             others[HEAD].append(table)
-        if not holds_tied_copy(run, layout.placement, stage):
+        if not holds_tied_copy(run, stage):
             others[EMBEDDING].append(table)
         if model.learned_positions:
             others[EMBEDDING].append((1, model.max_position_embeddings * model.hidden_size))
     segments: dict[Unit, tuple[Segments, Segments]] = {}
-    for unit in units(run, layout, stage):
+    for unit in units(run, stage):
         if isinstance(unit, int):
             segments[unit] = layer_segments(run, model.layer_kinds[unit])
         else:

@@ -6,7 +6,6 @@ import math
 from typing import NamedTuple
 
 from ..config.layer_kinds import FC1, FC2, MIXERS, LayerKind, column_parallel
-from ..config.layout import Layout
 from ..config.model import MLP_OF_EXPERTS, Q8_BLOCK
 from ..config.run_config import RunConfig
 from .experts import Division
@@ -75,9 +74,9 @@ def stored_bytes(rows: int, columns: int) -> int:
     return rows * (columns + SCALE_BYTES * math.ceil(columns / Q8_BLOCK))
 
 
-def _layer_savings(run: RunConfig, layout: Layout, stage: int) -> int:
+def _layer_savings(run: RunConfig, stage: int) -> int:
     saved = 0
-    for unit in units(run, layout, stage):
+    for unit in units(run, stage):
         if not isinstance(unit, int):
             continue
         for linear in linears(run, run.model.layer_kinds[unit]):
@@ -86,14 +85,14 @@ def _layer_savings(run: RunConfig, layout: Layout, stage: int) -> int:
     return saved
 
 
-def q8_savings(run: RunConfig, layout: Layout, stage: int) -> int:
-    return _layer_savings(run, layout, stage) if run.lora.base_in_int8 else 0
+def q8_savings(run: RunConfig, stage: int) -> int:
+    return _layer_savings(run, stage) if run.lora.base_in_int8 else 0
 
 
-def q8_inference_savings(run: RunConfig, layout: Layout, stage: int) -> int:
+def q8_inference_savings(run: RunConfig, stage: int) -> int:
     """Return the bytes that linear layers and a head in eight bits save on a rank, which keeps a tied embedding as it is."""
-    saved = _layer_savings(run, layout, stage)
-    if stage != layout.placement.last_stage:
+    saved = _layer_savings(run, stage)
+    if stage != run.placement.last_stage:
         return saved
     rows = vocabulary_rows(run)
     columns = run.model.hidden_size

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..config.layer_kinds import LayerKind
-from ..config.layout import Layout, placement
+from ..config.layout import Layout
 from ..config.model import ACTIVATIONS, MLP_OF_EXPERTS
 from ..config.optimizer import MOMENT_BYTES
 from ..config.run_config import RunConfig
@@ -45,15 +45,15 @@ from .vocabulary import vocabulary_rows
 INT8_COPIES = 2  # of a weight, for forward and for data gradients
 
 
-def frozen_elements(run: RunConfig, layout: Layout, stage: int) -> int:
+def frozen_elements(run: RunConfig, stage: int) -> int:
     if not run.lora.on:
         return 0
-    return stage_parameters(run, layout, stage) - sum(unit_elements(run, layout, stage).values())
+    return stage_parameters(run, stage) - sum(unit_elements(run, stage).values())
 
 
-def frozen_bytes(run: RunConfig, layout: Layout, stage: int) -> int:
-    saved = q8_savings(run, layout, stage)
-    return run.element_bytes * frozen_elements(run, layout, stage) - saved
+def frozen_bytes(run: RunConfig, stage: int) -> int:
+    saved = q8_savings(run, stage)
+    return run.element_bytes * frozen_elements(run, stage) - saved
 
 
 def _second_moment_of_muon(run: RunConfig, layout: Layout, stage: int) -> int:
@@ -69,7 +69,7 @@ def _second_moment_of_muon(run: RunConfig, layout: Layout, stage: int) -> int:
 
 def _scales(run: RunConfig, layout: Layout, stage: int) -> int:
     """Return the most scales per 8-bit moment on a rank; with ZeRO-1 an upper limit."""
-    segments = unit_segments(run, layout, stage)
+    segments = unit_segments(run, stage)
     updated = updated_elements(run, layout, stage)
     buckets = bucket_units(run, layout, stage)
     found = 0
@@ -186,14 +186,13 @@ def inner_bytes(run: RunConfig, width: int) -> int:
     return run.tokens_per_microbatch * width * run.element_bytes // run.tp
 
 
-def live_bytes(run: RunConfig, layout: Layout, stage: int, in_flight: Sequence[InFlight]) -> int:
+def live_bytes(run: RunConfig, stage: int, in_flight: Sequence[InFlight]) -> int:
     """Return a stage's largest saved activations in its schedule."""
-    placement = layout.placement
-    virtual_stages = placement.virtual_stages_of(stage)
+    virtual_stages = run.placement.virtual_stages_of(stage)
     return chunks_live_bytes(
         run,
-        [virtual_stage_layers(run, placement, n) for n in virtual_stages],
-        [virtual_stage_recompute_groups(run, placement, n) for n in virtual_stages],
+        [virtual_stage_layers(run, n) for n in virtual_stages],
+        [virtual_stage_recompute_groups(run, n) for n in virtual_stages],
         in_flight,
     )
 
@@ -241,8 +240,8 @@ def working_bytes(run: RunConfig) -> int:
     return max(mlp, key_working_bytes(run))
 
 
-def posted_bytes(run: RunConfig, layout: Layout, stage: int) -> int:
-    placement = layout.placement
+def posted_bytes(run: RunConfig, stage: int) -> int:
+    placement = run.placement
     ahead = row(run.parallel.schedule).receives_ahead
     neighbours = [
         placement.neighbour(stage, chunk, step)
@@ -260,17 +259,16 @@ def logits_rows(run: RunConfig) -> int:
     The limit is a quarter of the memory that the layers keep, or with --recompute-part-layers would
     keep, so that recompute does not change the order of sums.
     """
-    where = placement(run)
     vocabulary = vocabulary_rows(run)
     rows = run.tokens_per_microbatch
     free = run.training.recompute_part_layers is not None
     kept = sum(
         layers_kept_bytes(
             run,
-            virtual_stage_layers(run, where, virtual_stage),
-            () if free else virtual_stage_recompute_groups(run, where, virtual_stage),
+            virtual_stage_layers(run, virtual_stage),
+            () if free else virtual_stage_recompute_groups(run, virtual_stage),
         )[0]
-        for virtual_stage in where.virtual_stages_of(where.last_stage)
+        for virtual_stage in run.placement.virtual_stages_of(run.placement.last_stage)
     )
     budget = max(LOGITS_MIN_BYTES, kept // LOGITS_SHARE)
     chunks = max(-(-rows * vocabulary * FP32_BYTES // budget), -(-rows // LOGITS_MAX_ROWS))
@@ -285,7 +283,7 @@ def reused_bytes(run: RunConfig, layout: Layout, stage: int, live: int) -> int:
     if layout.microbatches(run, layout.global_batch_size(run)) > 1:
         return 0
     sizes = bucket_elements(run, layout, stage)
-    layers = sum(map(len, stage_layers(run, layout.placement, stage)))
+    layers = sum(map(len, stage_layers(run, stage)))
     tied_first = run.model.tied and layout.pp == 1
     peak = 0
     allocated = sizes[-1] if tied_first else 0
@@ -313,14 +311,14 @@ def stage_memory(
     masters = sum(updated_elements(run, layout, stage)) * FP32_BYTES
     moments, saved_moments = moment_bytes(run, layout, stage)
     logits = 0  # with gradients
-    placement = layout.placement
+    placement = run.placement
     if stage == placement.last_stage:
         element = FP32_BYTES if is_fp32 else FP32_BYTES + BF16_BYTES
         logits = logits_rows(run) * vocabulary_rows(run) * element
     outside = sum(
         record.saved_bytes
         for virtual_stage in placement.virtual_stages_of(stage)
-        for record in end_records(run, layout, virtual_stage)
+        for record in end_records(run, virtual_stage)
     )
     # the head runs while no layer does
     working = max(working_bytes(run), outside + logits) - logits
@@ -331,17 +329,17 @@ def stage_memory(
             saving += masters
         if run.output.async_save:
             saving += masters + (0 if run.output.no_save_optim else saved_moments)
-    live = live_bytes(run, layout, stage, in_flight)
+    live = live_bytes(run, stage, in_flight)
     packed = 0
     if run.system.int8:
-        packed = INT8_COPIES * quantized_weights(run, layout, stage)
+        packed = INT8_COPIES * quantized_weights(run, stage)
     return Memory(
-        weights=int(copies * (elements + frozen_elements(run, layout, stage))) * weight_bytes
+        weights=int(copies * (elements + frozen_elements(run, stage))) * weight_bytes
         + packed
-        - q8_savings(run, layout, stage),
+        - q8_savings(run, stage),
         gradients=elements * (FP32_BYTES + sent),
         optimizer=moments + (masters if run.masters else 0),
-        activations=live + posted_bytes(run, layout, stage) + working,
+        activations=live + posted_bytes(run, stage) + working,
         logits=logits,
         saving=saving,
         reused=reused_bytes(run, layout, stage, live),

@@ -9,7 +9,6 @@ import itertools
 from collections import Counter
 
 from ..config.layer_kinds import LayerKind
-from ..config.layout import Layout
 from ..config.model import MLP_OF_EXPERTS, ModelConfig
 from ..config.run_config import RunConfig
 from .layers import of_layers
@@ -51,7 +50,7 @@ def matrix_elements(run: RunConfig) -> tuple[int, ...]:
     )
 
 
-def orthogonalized(run: RunConfig, layout: Layout, stage: int) -> Counter[tuple[int, int]]:
+def orthogonalized(run: RunConfig, stage: int) -> Counter[tuple[int, int]]:
     """Count the matrices (m, n) that a stage's data-parallel ranks orthogonalize; none with AdamW.
 
     Tensor-parallel ranks compute whole matrices alike, or with --muon-tp-mode blockwise their shards, here as if row-sharded.
@@ -60,7 +59,7 @@ def orthogonalized(run: RunConfig, layout: Layout, stage: int) -> Counter[tuple[
     found = Counter[tuple[int, int]]()
     if not run.optimizer.muon:
         return found
-    for layer in itertools.chain(*stage_layers(run, layout.placement, stage)):
+    for layer in itertools.chain(*stage_layers(run, stage)):
         kind = run.model.layer_kinds[layer]
         for count, rows, columns in [*layer_matrices(run, kind), *_replicated(run.model, kind.mlp)]:
             m, n = sorted((max(1, rows // shards), columns))

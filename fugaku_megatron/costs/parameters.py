@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from ..config.layout import Layout
 from ..config.parallel import ParallelConfig
 from ..config.run_config import RunConfig
 from .layers import layer_records, of_layers
@@ -16,17 +15,17 @@ def layer_parameters(run: RunConfig) -> tuple[int, ...]:
     return of_layers(run, lambda kind: sum(r.parameters for r in layer_records(run, kind)))
 
 
-def virtual_stage_parameters(run: RunConfig, layout: Layout, virtual_stage: int) -> int:
-    ends = sum(record.parameters for record in end_records(run, layout, virtual_stage))
-    layers = virtual_stage_layers(run, layout.placement, virtual_stage)
+def virtual_stage_parameters(run: RunConfig, virtual_stage: int) -> int:
+    ends = sum(record.parameters for record in end_records(run, virtual_stage))
+    layers = virtual_stage_layers(run, virtual_stage)
     return sum(layer_parameters(run)[layers.start : layers.stop]) + ends
 
 
 @lru_cache(maxsize=4096)  # searches repeat the same runs
-def stage_parameters(run: RunConfig, layout: Layout, stage: int) -> int:
+def stage_parameters(run: RunConfig, stage: int) -> int:
     return sum(
-        virtual_stage_parameters(run, layout, virtual_stage)
-        for virtual_stage in layout.placement.virtual_stages_of(stage)
+        virtual_stage_parameters(run, virtual_stage)
+        for virtual_stage in run.placement.virtual_stages_of(stage)
     )
 
 
@@ -36,7 +35,7 @@ def on_one_rank(run: RunConfig) -> RunConfig:
 
 def model_parameters(run: RunConfig) -> int:
     """Count parameters: a tied embedding once, the vocabulary padded for one rank."""
-    return stage_parameters(on_one_rank(run), Layout(1, 1, 1, 1), 0)
+    return stage_parameters(on_one_rank(run), 0)
 
 
 def active_parameters(run: RunConfig) -> int:

@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from ..config.layout import Layout, placement
+from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..pipeline.cuts import SplitCosts, VirtualStageCosts
 from ..pipeline.in_flight import InFlight
-from ..pipeline.placement import Placement
 from ..pipeline.schedule import Schedule
 from ..pipeline.schedule_names import row
 from .layers import layer_and_head_flops
@@ -31,7 +30,7 @@ StageInFlight = Callable[[int], Sequence[InFlight]]
 
 
 @lru_cache(maxsize=1024)  # searches repeat the same runs
-def split_costs(run: RunConfig, placement: Placement, reduced: bool = False) -> VirtualStageCosts:
+def split_costs(run: RunConfig, reduced: bool = False) -> VirtualStageCosts:
     """Return each virtual stage's relative costs for F, I and W, the same on all ranks.
 
     reduced: count all-reduces among tensor-parallel ranks. Neither measurements nor --recompute-auto enter, because another schedule
@@ -43,10 +42,10 @@ def split_costs(run: RunConfig, placement: Placement, reduced: bool = False) -> 
     layer, head = layer_and_head_flops(run)
     chosen = run.training.recompute_part_layers is not None
     costs = list[SplitCosts]()
-    for virtual_stage, layers in enumerate(virtual_stage_sizes(run, placement)):
+    for virtual_stage, layers in enumerate(virtual_stage_sizes(run)):
         recomputed = 0
         if not chosen:
-            groups = virtual_stage_recompute_groups(run, placement, virtual_stage)
+            groups = virtual_stage_recompute_groups(run, virtual_stage)
             recomputed = sum(map(len, groups))
         costs.append(
             (forward * layers, inputs * layers + RECOMPUTE_COST * recomputed, weights * layers)
@@ -57,15 +56,14 @@ def split_costs(run: RunConfig, placement: Placement, reduced: bool = False) -> 
 
 def build_schedule(run: RunConfig, microbatches: int) -> Schedule:
     name = run.parallel.schedule
-    where = placement(run)
     if not row(name).splits_backward:
-        return Schedule(name, where, microbatches)
+        return Schedule(name, run.placement, microbatches)
     return Schedule(
         name,
-        where,
+        run.placement,
         microbatches,
-        split_costs(run, where),
-        split_costs(run, where, reduced=True),
+        split_costs(run),
+        split_costs(run, reduced=True),
         run.parallel.zero_bubble_max_pending_backward,
     )
 
@@ -88,25 +86,25 @@ def recompute_name(run: RunConfig) -> str:
 
 def resolve_recompute(run: RunConfig, layout: Layout, limit: float) -> tuple[RunConfig, list[str]]:
     run = with_recompute(run, layout, limit, full_batch_schedule(run, layout).in_flight)
-    return run, [choice_line(run, layout.placement, limit)]
+    return run, [choice_line(run, limit)]
 
 
-def choice_line(run: RunConfig, placement: Placement, limit: float) -> str:
+def choice_line(run: RunConfig, limit: float) -> str:
     within = f"recompute: chosen for {limit / MIB:.0f} MiB a rank (model): "
     if run.training.recompute_part_layers is None:
         return within + "none"
-    chunks = ", chunk by chunk" if placement.model_chunks > 1 else ""
+    chunks = ", chunk by chunk" if run.placement.model_chunks > 1 else ""
     counts = "; ".join(
-        f"{stage}: {' '.join(map(str, recomputed_layers(run, placement, stage)))}"
-        for stage in range(placement.stages)
+        f"{stage}: {' '.join(map(str, recomputed_layers(run, stage)))}"
+        for stage in range(run.placement.stages)
     )
     return f"{within}of the layers of each stage{chunks}, {counts}"
 
 
-def recomputed_layers(run: RunConfig, placement: Placement, stage: int) -> list[int]:
+def recomputed_layers(run: RunConfig, stage: int) -> list[int]:
     return [
-        sum(map(len, virtual_stage_recompute_groups(run, placement, virtual_stage)))
-        for virtual_stage in placement.virtual_stages_of(stage)
+        sum(map(len, virtual_stage_recompute_groups(run, virtual_stage)))
+        for virtual_stage in run.placement.virtual_stages_of(stage)
     ]
 
 
@@ -121,7 +119,7 @@ def with_recompute(
     if not run.training.recompute_auto:
         return run
     run = replace(run, training=replace(run.training, recompute_auto=False))  # recomputes nothing
-    placement = layout.placement
+    placement = run.placement
     numbers = dict.fromkeys(range(placement.virtual_stages), 0)
     for stage in range(layout.pp):
         recomputed = fewest(run, layout, stage, limit, in_flight(stage))
@@ -138,14 +136,13 @@ def with_recompute(
 def fewest(
     run: RunConfig, layout: Layout, stage: int, limit: float, in_flight: Sequence[InFlight]
 ) -> tuple[int, ...]:
-    placement = layout.placement
-    own = stage_layers(run, placement, stage)
+    own = stage_layers(run, stage)
     layers = [len(chunk) for chunk in own]
     whole = stage_memory(run, layout, stage, in_flight)
     if whole.total <= limit:
         return (0,) * len(layers)
     # fewer saved activations also mean less reused memory
-    others = whole.total + whole.reused - live_bytes(run, layout, stage, in_flight)
+    others = whole.total + whole.reused - live_bytes(run, stage, in_flight)
     space = limit - others
 
     def fits(count: int) -> bool:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
-from ..config.layout import Layout, cp_comm_types, stage_sizes
+from ..config.layout import cp_comm_types, stage_sizes
 from ..config.model import ModelConfig
 from ..config.run_config import RunConfig
 from ..pipeline.cuts import balanced_cut, cut_of_stages, even_cut
-from ..pipeline.placement import Placement
 from .layers import (
     embedding_records,
     head_records,
@@ -21,9 +20,9 @@ from .records import Record
 
 
 @lru_cache(maxsize=4096)  # searches repeat the same runs
-def quantized_weights(run: RunConfig, layout: Layout, stage: int) -> int:
+def quantized_weights(run: RunConfig, stage: int) -> int:
     elements = 0
-    for record in stage_records(run, layout, stage):
+    for record in stage_records(run, stage):
         if record.gemm and is_quantized(run, record):
             _, outputs, inputs = record.gemm
             elements += record.gemm_count * outputs * inputs
@@ -31,9 +30,10 @@ def quantized_weights(run: RunConfig, layout: Layout, stage: int) -> int:
 
 
 @lru_cache(maxsize=1024)  # searches repeat the same runs
-def virtual_stage_sizes(run: RunConfig, placement: Placement) -> tuple[int, ...]:
+def virtual_stage_sizes(run: RunConfig) -> tuple[int, ...]:
     layers = run.model.num_layers
     sizes = stage_sizes(run)
+    placement = run.placement
     if placement.virtual_stages == 1 or run.parallel.pipeline_split == "even" and sizes is None:
         return even_cut(layers, placement)
     layer, head = layer_and_head_flops(run)
@@ -44,15 +44,15 @@ def virtual_stage_sizes(run: RunConfig, placement: Placement) -> tuple[int, ...]
     return cut_of_stages(sizes, placement, layer, head)
 
 
-def virtual_stage_layers(run: RunConfig, placement: Placement, virtual_stage: int) -> range:
-    sizes = virtual_stage_sizes(run, placement)
+def virtual_stage_layers(run: RunConfig, virtual_stage: int) -> range:
+    sizes = virtual_stage_sizes(run)
     return range(sum(sizes[:virtual_stage]), sum(sizes[: virtual_stage + 1]))
 
 
-def stage_layers(run: RunConfig, placement: Placement, stage: int) -> list[range]:
+def stage_layers(run: RunConfig, stage: int) -> list[range]:
     return [
-        virtual_stage_layers(run, placement, virtual_stage)
-        for virtual_stage in placement.virtual_stages_of(stage)
+        virtual_stage_layers(run, virtual_stage)
+        for virtual_stage in run.placement.virtual_stages_of(stage)
     ]
 
 
@@ -61,22 +61,20 @@ def whole_layers(model: ModelConfig, layers: Iterable[int]) -> int:
     return -(-sum(model.layer_kinds[layer].parts for layer in layers) // 2)
 
 
-def virtual_stage_recompute_groups(
-    run: RunConfig, placement: Placement, virtual_stage: int
-) -> list[range]:
+def virtual_stage_recompute_groups(run: RunConfig, virtual_stage: int) -> list[range]:
     """Return the groups of layers (from 0) that full recompute runs together."""
     training = run.training
     if training.recompute_granularity != "full":
         return []
-    layers = virtual_stage_sizes(run, placement)[virtual_stage]
+    layers = virtual_stage_sizes(run)[virtual_stage]
     if training.recompute_part_layers is not None:
         return recompute_groups(layers, "block", training.recompute_part_layers[virtual_stage])
     return recompute_groups(layers, training.recompute_method, training.recompute_num_layers)
 
 
-def end_records(run: RunConfig, layout: Layout, virtual_stage: int) -> list[Record]:
+def end_records(run: RunConfig, virtual_stage: int) -> list[Record]:
     """Return the embedding's and the head's operations."""
-    placement = layout.placement
+    placement = run.placement
     records = list[Record]()
     if virtual_stage == 0:
         records += embedding_records(run)
@@ -86,14 +84,14 @@ def end_records(run: RunConfig, layout: Layout, virtual_stage: int) -> list[Reco
     return records
 
 
-def stage_records(run: RunConfig, layout: Layout, stage: int) -> list[Record]:
+def stage_records(run: RunConfig, stage: int) -> list[Record]:
     comm_types = cp_comm_types(run)
     records = list[Record]()
-    for virtual_stage in layout.placement.virtual_stages_of(stage):
-        for layer in virtual_stage_layers(run, layout.placement, virtual_stage):
+    for virtual_stage in run.placement.virtual_stages_of(stage):
+        for layer in virtual_stage_layers(run, virtual_stage):
             kind = run.model.layer_kinds[layer]
             records += layer_records(run, kind, comm_types[layer])
-        records += end_records(run, layout, virtual_stage)
+        records += end_records(run, virtual_stage)
     return records
 
 

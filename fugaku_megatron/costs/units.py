@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from ..config.layout import Layout
 from ..config.run_config import RunConfig
-from ..pipeline.placement import Placement
 from .stages import stage_layers
 
 HEAD = "final norm, with an untied head"
@@ -13,21 +11,21 @@ TIED = "word embedding that another stage also has"
 Unit = int | str  # a layer's number, or one of these
 
 
-def holds_tied_copy(run: RunConfig, placement: Placement, stage: int) -> bool:
-    first = placement.owner(0)[0]
-    last = placement.last_stage
+def holds_tied_copy(run: RunConfig, stage: int) -> bool:
+    first = run.placement.owner(0)[0]
+    last = run.placement.last_stage
     return run.model.tied and not run.lora.on and first != last and stage in (first, last)
 
 
-def units(run: RunConfig, layout: Layout, stage: int) -> list[Unit]:
-    placement = layout.placement
+def units(run: RunConfig, stage: int) -> list[Unit]:
+    placement = run.placement
     found: list[Unit] = []
     if stage == placement.last_stage:
         found.append(HEAD)
-    for model_chunk in reversed(stage_layers(run, placement, stage)):
+    for model_chunk in reversed(stage_layers(run, stage)):
         found += reversed(model_chunk)
     if stage == placement.owner(0)[0]:
         found.append(EMBEDDING)
-    if holds_tied_copy(run, placement, stage):
+    if holds_tied_copy(run, stage):
         found.append(TIED)
     return found

@@ -32,7 +32,6 @@ from ..comm.agreement import describe as one_line
 from ..comm.base import Comm
 from ..comm.job import run_or_abort
 from ..config.fields import check, flag, option, optional, switch
-from ..config.layout import Layout
 from ..config.model import ModelConfig
 from ..config.run_config import RunConfig
 from ..costs import linear_layers
@@ -67,21 +66,16 @@ def describe(
 ) -> str:
     tp = run.parallel.tensor_model_parallel_size
     pp = run.parallel.pipeline_model_parallel_size
-    layout = Layout(tp * pp, tp, pp, 1).placed(run)
     stages = range(pp)
 
     def weight_bytes(stage: int) -> int:
-        saved = linear_layers.q8_inference_savings(run, layout, stage) if q8 else 0
-        return stage_parameters(run, layout, stage) * run.element_bytes - saved
+        saved = linear_layers.q8_inference_savings(run, stage) if q8 else 0
+        return stage_parameters(run, stage) * run.element_bytes - saved
 
     weights = max(map(weight_bytes, stages))
     positions = max(map(len, prompts)) + max_new_tokens
     kinds = [
-        [
-            run.model.layer_kinds[layer]
-            for layers in stage_layers(run, layout.placement, stage)
-            for layer in layers
-        ]
+        [run.model.layer_kinds[layer] for layers in stage_layers(run, stage) for layer in layers]
         for stage in stages
     ]
     cache = max(cache_bytes(run, len(prompts), positions, own) for own in kinds)

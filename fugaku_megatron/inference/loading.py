@@ -28,11 +28,7 @@ from ..config.lora import LoraConfig
 from ..config.model import ModelConfig
 from ..config.precision import PrecisionConfig
 from ..config.run_config import RunConfig, saved_run
-from ..data.tokenizer import (
-    Tokenizer,
-    TokenizerFlags,
-    add_tokenizer_flags,
-)
+from ..data.tokenizer import Tokenizer, TokenizerFlags, add_tokenizer_flags
 from ..host import kernels
 from ..nn.experts import ExpertLinear
 from ..nn.forward_context import Pass
@@ -258,7 +254,7 @@ def _load_adapters(
     loaded: LoadedModel, run: RunConfig, world: Comm, source: tuple[str, int, Manifest]
 ) -> dict[nn.Module, Any]:
     """Return the adapter of each linear layer of `loaded`. Collective."""
-    adapted = Stage(run, loaded.stage.layout, loaded.groups, loaded.stage.ops)
+    adapted = Stage(run, loaded.groups, loaded.stage.ops)
     modules = ((path, getattr(module, "adapter", None)) for path, module in adapted.named_modules())
     adapters = {path: adapter for path, adapter in modules if adapter is not None}
     new = [each for adapter in adapters.values() for each in _give_memory(adapter, torch.float32)]
@@ -273,7 +269,7 @@ def _empty_model(run: RunConfig, world: Comm) -> LoadedModel:
     groups = Grid(*layout.sizes).groups(world)
     # With a capacity a text's scores would depend on the texts next to it, and a token's on later ones.
     unlimited = replace(run, model=replace(run.model, moe_expert_capacity_factor=None))
-    return LoadedModel(run, groups, Stage(unlimited, layout, groups, operations(run.model)))
+    return LoadedModel(run, groups, Stage(unlimited, groups, operations(run.model)))
 
 
 def _target(parameter: ModelParameter) -> Shard:

@@ -194,9 +194,8 @@ class Communication:
     def stage_border(self, layer: int, step: int) -> str | None:
         """Describe the message between this rank's layer, from 0, and the next (1) or previous (-1) layer."""
         other = layer + step
-        placement = self.layout.placement
         for stage in range(self.layout.pp):
-            if any(other in layers for layers in stage_layers(self.run, placement, stage)):
+            if any(other in layers for layers in stage_layers(self.run, stage)):
                 dp, own, tp = Grid(*self.layout.sizes).coords(self.rank)
                 if stage == own:
                     return None

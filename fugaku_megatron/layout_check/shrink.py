@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ..config.fields import FieldValues
 from ..config.layer_kinds import GATED_DELTA_NET, layer_symbols
-from ..config.layout import Layout, chunks, cp_comm_types
+from ..config.layout import Layout, cp_comm_types
 from ..config.model import MLP_OF_EXPERTS, ModelConfig
 from ..config.output import OutputConfig
 from ..config.parallel import ParallelConfig
@@ -123,7 +123,7 @@ def _kept_layers(run: RunConfig, layout: Layout, comm_types: Sequence[str] | Non
         (kind, comm_types and comm_types[layer]) for layer, kind in enumerate(model.layer_kinds)
     ]
     firsts = sorted({kind: layer for layer, kind in reversed(list(enumerate(kinds)))}.values())
-    stages = layout.pp * chunks(run)
+    stages = layout.pp * run.placement.model_chunks
     each = max(-(-len(firsts) // stages), 2 if stages == 1 else 1)
     if run.training.recompute_granularity == "full":
         each = max(each, min(run.training.recompute_num_layers, 2))
@@ -220,7 +220,7 @@ def _parallel(
     parallel = run.parallel
     per_chunk = parallel.num_layers_per_virtual_pipeline_stage
     if per_chunk is not None:
-        per_chunk = layers // (layout.pp * chunks(run))
+        per_chunk = layers // (layout.pp * run.placement.model_chunks)
     return replace(
         parallel,
         pipeline_split="even",
@@ -234,7 +234,7 @@ def _parallel(
 
 def _training(run: RunConfig, layout: Layout, layers: int) -> Any:
     training = run.training
-    each = layers // (layout.pp * chunks(run))
+    each = layers // (layout.pp * run.placement.model_chunks)
     numbers = training.recompute_part_layers
     return replace(
         training,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.grid import Groups
-from ..config.layout import Layout, cp_comm_types
+from ..config.layout import cp_comm_types
 from ..config.run_config import RunConfig
 from ..costs import memory
 from ..costs.stages import virtual_stage_layers, virtual_stage_recompute_groups
@@ -33,11 +33,10 @@ VOCABULARY = (WORD_EMBEDDINGS, OUTPUT)  # padded to a number of rows that depend
 class Stage(nn.Module):
     """This rank's model chunks, in model order. The config's `vocab_size` must be known."""
 
-    def __init__(self, run: RunConfig, layout: Layout, groups: Groups, ops: Ops) -> None:
+    def __init__(self, run: RunConfig, groups: Groups, ops: Ops) -> None:
         super().__init__()
         tp = groups.tp
-        self.layout = layout
-        self.placement = layout.placement
+        self.placement = run.placement
         self.ops = ops
         self.tied = run.model.tied and not run.lora.on
         parallel = run.parallel
@@ -56,7 +55,7 @@ class Stage(nn.Module):
         )
         rows = memory.logits_rows(run)
         self.chunks: Any = nn.ModuleList(
-            Chunk(run, layout, virtual_stage, context, rows)
+            Chunk(run, virtual_stage, context, rows)
             for virtual_stage in self.placement.virtual_stages_of(groups.pp.rank)
         )
         if self.first and self.last and run.model.tied:
@@ -119,28 +118,25 @@ class Chunk(nn.Module):
     def __init__(
         self,
         run: RunConfig,
-        layout: Layout,
         virtual_stage: int,
         context: Context,
         logits_rows: int,
     ) -> None:
         super().__init__()
-        placement = layout.placement
         model = run.model
         self.tp = context.tp
         self.ops = context.ops
         self.context = context
         self.is_first = virtual_stage == 0
-        self.is_last = virtual_stage == placement.virtual_stages - 1
+        self.is_last = virtual_stage == run.placement.virtual_stages - 1
         self.logits_rows = logits_rows
-        self.recompute_groups = virtual_stage_recompute_groups(run, placement, virtual_stage)
+        self.recompute_groups = virtual_stage_recompute_groups(run, virtual_stage)
         self.z_losses: dict[int, Tensor] = {}
         vocabulary = padded_vocab_size(model, context.tp.size)
         if self.is_first:
             self.embedding = Embedding(vocabulary, context)
         self.layers = nn.ModuleList(
-            TransformerLayer(n + 1, context)
-            for n in virtual_stage_layers(run, placement, virtual_stage)
+            TransformerLayer(n + 1, context) for n in virtual_stage_layers(run, virtual_stage)
         )
         if self.is_last:
             self.final_layernorm = make_norm("decoder.final_layernorm", context)

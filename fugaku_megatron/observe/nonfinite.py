@@ -131,7 +131,7 @@ class Search:
         self._previous = "the input"  # name of the operation before
         self._instruction = Instruction(FORWARD, 0)
         ops: Any = Observed(trainer.ops, OPERATIONS, self._operation)  # has the methods of `Ops`
-        self.stage = Stage(trainer.run, trainer.layout, trainer.groups, ops)
+        self.stage = Stage(trainer.run, trainer.groups, ops)
         for module, original in zip(self.stage.modules(), trainer.stage.modules(), strict=True):
             for name, parameter in original.named_parameters(recurse=False):
                 setattr(module, name, parameter)

@@ -47,7 +47,7 @@ class Profile:
         self.ranks = profiled_ranks(run.output, layout)
         self.folder = Path(run.output.profile_dir)
         self.pipeline = first_pipeline(layout)
-        self.placement = layout.placement
+        self.placement = run.placement
         self.profiler = Profiler() if world.rank in self.ranks else None
         self.detailed = self.profiler if world.rank in run.output.profile_ranks else None
         self.started = 0

@@ -47,7 +47,7 @@ class RankTimes(Observer):
         self.say = say
         self.file = run.output.log_ranks if world.rank == 0 else None
         self.work = [
-            sum(r.flops_forward + r.flops_backward for r in stage_records(run, layout, stage))
+            sum(r.flops_forward + r.flops_backward for r in stage_records(run, stage))
             for stage in range(layout.pp)
         ]
         # Per iteration of the interval: seconds of each phase, and the rank's share of the computation.

@@ -27,7 +27,6 @@ from ..costs.stages import (
     whole_layers,
 )
 from ..pipeline.in_flight import InFlight
-from ..pipeline.placement import Placement
 from ..pipeline.schedule import Schedule
 from ..pipeline.schedule_names import row
 from .machine import MIB
@@ -39,23 +38,23 @@ PEERS = 256  # peers that get a large receive buffer (common_tofu_max_fastmode_p
 
 
 @lru_cache(maxsize=4096)
-def kinds(run: RunConfig, placement: Placement) -> tuple[int, ...]:
+def kinds(run: RunConfig) -> tuple[int, ...]:
     """Return, for each stage, the first stage with the same layers, embedding and head."""
-    alike = virtual_stage_kinds(run, placement)
+    alike = virtual_stage_kinds(run)
     features = [
-        tuple(alike[virtual_stage] for virtual_stage in placement.virtual_stages_of(stage))
-        for stage in range(placement.stages)
+        tuple(alike[virtual_stage] for virtual_stage in run.placement.virtual_stages_of(stage))
+        for stage in range(run.placement.stages)
     ]
     return tuple(map(features.index, features))
 
 
 @lru_cache(maxsize=4096)
-def virtual_stage_kinds(run: RunConfig, placement: Placement) -> tuple[int, ...]:
-    sizes = virtual_stage_sizes(run, placement)
+def virtual_stage_kinds(run: RunConfig) -> tuple[int, ...]:
+    sizes = virtual_stage_sizes(run)
     recomputed = run.training.recompute_part_layers
     features = []
     for n, layers in enumerate(sizes):
-        own = virtual_stage_layers(run, placement, n)
+        own = virtual_stage_layers(run, n)
         kinds = run.model.layer_kinds[own.start : own.stop]
         again = recomputed and min(recomputed[n], layers)
         features.append((kinds, n == 0, n == len(sizes) - 1, again))
@@ -90,15 +89,14 @@ def _activations(
     hidden = sizes["hidden"]
     scores = sizes["scores"]
     saved = layer_saved_bytes(run)
-    placement = layout.placement
-    layers = sum(whole_layers(run.model, own) for own in stage_layers(run, placement, stage))
+    layers = sum(whole_layers(run.model, own) for own in stage_layers(run, stage))
     in_flight = max(sum(moment.activations) for moment in moments)
     temporary: float = 2 * scores + 4 * hidden  # of a backward
     if training.recompute_granularity == "full":
         groups = [
             group
-            for n in placement.virtual_stages_of(stage)
-            for group in virtual_stage_recompute_groups(run, placement, n)
+            for n in run.placement.virtual_stages_of(stage)
+            for group in virtual_stage_recompute_groups(run, n)
         ]
         kept_bytes = in_flight * (len(groups) * hidden + (layers - sum(map(len, groups))) * saved)
         temporary += max(map(len, groups)) * saved
@@ -125,7 +123,7 @@ def stage_mib(
     fixed = _fixed_mib(run, layout, code, nodes, parameters)
     if code.style == "native":
         return fixed + stage_memory(run, layout, stage, moments).total / MIB
-    count = stage_parameters(run, layout, stage)
+    count = stage_parameters(run, stage)
     sharded = parameters.sharded_bytes / zero_shards(run, layout)
     bytes = count * (parameters.state_bytes + sharded) + _activations(
         run, layout, stage, moments, parameters
@@ -171,7 +169,7 @@ def peak_mib(
     parameters = parameters or system.memory
     stages: Collection[int] = range(layout.pp)
     if not row(run.parallel.schedule).splits_backward:
-        stages = set(kinds(run, layout.placement))
+        stages = set(kinds(run))
     return max(
         stage_mib(run, layout, stage, system.software, system.nodes, parameters) for stage in stages
     )

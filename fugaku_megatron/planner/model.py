@@ -110,22 +110,21 @@ class Step:
 
 @lru_cache(maxsize=4096)
 def virtual_stage_work(
-    run: RunConfig, layout: Layout, virtual_stage: int, code: Software
+    run: RunConfig, virtual_stage: int, code: Software
 ) -> tuple[work.Pieces, work.Pieces, work.Pieces]:
     """Return a virtual stage's (forward, backward, deferrable backward) for one micro-batch.
 
     Weight-gradient matmuls in layers are deferrable. A head with logits in blocks computes its
     gradients in forward.
     """
-    placement = layout.placement
-    own = virtual_stage_layers(run, placement, virtual_stage)
+    own = virtual_stage_layers(run, virtual_stage)
     layer_kinds = run.model.layer_kinds[own.start : own.stop]
     counts = Counter(layer_kinds)
     by_kind = {kind: work.phases(run, code, kind) for kind in counts}
     forward = [(by_kind[kind]["layer_forward"], count) for kind, count in counts.items()]
     backward = [(by_kind[kind]["layer_backward"], count) for kind, count in counts.items()]
     weights = [(by_kind[kind]["layer_weights"], count) for kind, count in counts.items()]
-    if groups := virtual_stage_recompute_groups(run, placement, virtual_stage):
+    if groups := virtual_stage_recompute_groups(run, virtual_stage):
         backward += work.recomputed_layers(run, layer_kinds, groups, code)
     elif run.training.recompute_granularity == "selective":
         for kind, count in counts.items():
@@ -134,11 +133,11 @@ def virtual_stage_work(
     if virtual_stage == 0:
         forward.append((phases["embedding_forward"], 1))
         backward.append((phases["embedding_backward"], 1))
-    if virtual_stage == placement.virtual_stages - 1:
+    if virtual_stage == run.placement.virtual_stages - 1:
         forward.append((phases["head_forward"], 1))
         head_gradients = forward if code.counts["logits_in_chunks"] else backward
         head_gradients.append((phases["head_backward"], 1))
-    parameters = virtual_stage_parameters(run, layout, virtual_stage)
+    parameters = virtual_stage_parameters(run, virtual_stage)
     layers = whole_layers(run.model, own)
     gradients = work.weight_gradients(run, parameters, 12 * layers, code)
     backward.append((gradients, 1))
@@ -148,8 +147,7 @@ def virtual_stage_work(
 @lru_cache(maxsize=4096)
 def stage_collectives(run: RunConfig, layout: Layout) -> dict[int, list[Collective]]:
     return {
-        stage: gradient_collectives(run, layout, stage)
-        for stage in sorted(set(memory.kinds(run, layout.placement)))
+        stage: gradient_collectives(run, layout, stage) for stage in sorted(set(memory.kinds(run)))
     }
 
 
@@ -186,9 +184,9 @@ def step(
         splits_fp32=run.system.splits_fp32,
     )
     lists = run_schedule.full_batch_schedule(run, layout)
-    seconds = _virtual_stage_seconds(run, layout, rank, without)
+    seconds = _virtual_stage_seconds(run, rank, without)
     stages = [
-        _stage_seconds([seconds[n] for n in layout.placement.virtual_stages_of(stage)])
+        _stage_seconds([seconds[n] for n in run.placement.virtual_stages_of(stage)])
         for stage in range(layout.pp)
     ]
     transfer = (
@@ -222,10 +220,8 @@ def step(
 PhaseSeconds = tuple[Seconds, Seconds, Seconds]  # forward, backward, deferrable backward
 
 
-def _virtual_stage_seconds(
-    run: RunConfig, layout: Layout, rank: Rank, without: str
-) -> list[PhaseSeconds]:
-    kinds = memory.virtual_stage_kinds(run, layout.placement)
+def _virtual_stage_seconds(run: RunConfig, rank: Rank, without: str) -> list[PhaseSeconds]:
+    kinds = memory.virtual_stage_kinds(run)
     known = dict[int, Seconds]()
     found = dict[int, PhaseSeconds]()
 
@@ -237,9 +233,7 @@ def _virtual_stage_seconds(
         return replace(total, **{without: 0.0}) if without else total
 
     for kind in set(kinds):
-        forward, backward, weights = map(
-            seconds, virtual_stage_work(run, layout, kind, rank.software)
-        )
+        forward, backward, weights = map(seconds, virtual_stage_work(run, kind, rank.software))
         found[kind] = forward, backward, weights
     return [found[kind] for kind in kinds]
 
@@ -298,26 +292,23 @@ def _exposed(
 
 def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
     counts = rank.software.counts["optimizer"]
-    kinds = set(memory.kinds(run, layout.placement))
+    kinds = set(memory.kinds(run))
     saved_bytes = 2 * activations.FP32_BYTES - run.optimizer.moment_bytes
     if run.optimizer.main_params_dtype == "bf16":
         saved_bytes += 2
     parameters = max(
-        stage_parameters(run, layout, stage) - rank_memory.frozen_elements(run, layout, stage)
-        for stage in kinds
+        stage_parameters(run, stage) - rank_memory.frozen_elements(run, stage) for stage in kinds
     )
     layers = max(
-        sum(
-            whole_layers(run.model, layers) for layers in stage_layers(run, layout.placement, stage)
-        )
+        sum(whole_layers(run.model, layers) for layers in stage_layers(run, stage))
         for stage in kinds
     )
     fp32 = replace(rank, precision="fp32")
-    muon = max(fp32.seconds(work.muon(run, layout, stage)).gemm for stage in kinds)
+    muon = max(fp32.seconds(work.muon(run, stage)).gemm for stage in kinds)
     moved = counts["moved"] * activations.FP32_BYTES - 2 * saved_bytes
     packed_bytes = 0
     if run.system.int8 and rank.software.style == "native":
-        quantized = max(quantized_weights(run, layout, stage) for stage in kinds)
+        quantized = max(quantized_weights(run, stage) for stage in kinds)
         packed_bytes = rank_memory.INT8_COPIES * quantized_bytes(quantized, run.element_bytes)
     return (
         rank.traffic(moved * parameters / zero_shards(run, layout) + packed_bytes)

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..config import batches
 from ..config.fields import flag_words
-from ..config.layout import Layout, chunks
+from ..config.layout import Layout
 from ..config.recipes import RECIPES
 from ..config.run_config import GROUPS, RunConfig
 from ..costs.activations import typical_cp_comm_type
@@ -45,7 +45,7 @@ LETTERS = {FORWARD: "F", BACKWARD: "B", BACKWARD_INPUT: "I", BACKWARD_WEIGHT: "W
 
 def schedule_name(run: RunConfig) -> str:
     name = run.parallel.schedule
-    count = chunks(run)
+    count = run.placement.model_chunks
     schedule = row(name)
     if count > 1 and schedule.chunks is None:
         return f"{schedule.short or name} {count}"
@@ -261,7 +261,7 @@ def draw(
     memory: MiB on a rank, by stage
     """
     bars, shown, microbatches, seconds = modelled(run, layout, system)
-    count = layout.model_chunks
+    count = run.placement.model_chunks
     model_chunks = f", {count} chunks of layers a stage" if count > 1 else ""
     heading = (
         f"{shown.name}{model_chunks}, {shown_part(shown, microbatches)}, recompute "

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from ..config import features
 from ..config.fields import FieldValues
 from ..config.layout import Layout, check_split
-from ..config.layout import chunks as chunks_of
 from ..config.parallel import CP_COMM_TYPES
 from ..config.run_config import RunConfig
 from ..config.training import BatchConfig, TrainingConfig
@@ -56,7 +55,7 @@ class Candidate:
     @property
     def name(self) -> str:
         parallel = self.run.parallel
-        chunks = chunks_of(self.run)
+        chunks = self.run.placement.model_chunks
         pending = parallel.zero_bubble_max_pending_backward
         name = parallel.schedule
         if chunks > 1 and row(name).chunks is None:
@@ -105,7 +104,6 @@ def scheduled(run: RunConfig, layout: Layout, system: System, space: float) -> l
 
 
 def _candidate(asked: RunConfig, layout: Layout, system: System, space: float) -> Candidate:
-    layout = layout.placed(asked)
     lists = run_schedule.full_batch_schedule(asked, layout)
     run = run_schedule.with_recompute(asked, layout, space, lists.in_flight)
     most = max(
@@ -133,7 +131,7 @@ def resolve(
     run, line = _fastest(scheduled(run, layout, system, space), system)
     lines = [line]
     if recompute_auto:
-        lines.append(run_schedule.choice_line(run, layout.placed(run).placement, space))
+        lines.append(run_schedule.choice_line(run, space))
     return run, lines
 
 
@@ -239,7 +237,7 @@ def _orders(run: RunConfig, plan: Plan, held: Held) -> list[Order]:
         if given
         else pendings(name, stages, microbatches)
     )
-    return [Order(name, chunks_of(run), pending) for pending in chosen]
+    return [Order(name, run.placement.model_chunks, pending) for pending in chosen]
 
 
 def _rescheduled(

@@ -14,7 +14,6 @@ from types import MappingProxyType
 
 from ..config import features
 from ..config.layer_kinds import LayerKind
-from ..config.layout import Layout
 from ..config.model import MLP_OF_EXPERTS, ModelConfig
 from ..config.run_config import RunConfig
 from ..costs import experts, memory
@@ -123,13 +122,13 @@ class Work:
 Pieces = list[tuple[Work, int]]  # work, and how often it is done
 
 
-def muon(run: RunConfig, layout: Layout, stage: int) -> Work:
+def muon(run: RunConfig, stage: int) -> Work:
     return Work(
         matmuls=tuple(
             Matmul(
                 m=sides[0], n=sides[1], k=sides[2], times=count * run.optimizer.muon_num_ns_steps
             )
-            for (m, n), count in orthogonalized(run, layout, stage).items()
+            for (m, n), count in orthogonalized(run, stage).items()
             for sides in ((m, m, n), (m, m, m), (m, n, m))
         )
     )

@@ -44,7 +44,7 @@ def find_reader_group(plan: Plan, groups: Groups, nodes: Nodes) -> ReaderGroup |
     """Return the ranks that read this rank's data; None for random data or no need. Collective."""
     if plan.config.data.mock_data:
         return None
-    reads = reads_data(plan.config, plan.layout, groups)
+    reads = reads_data(plan.config, groups)
     return build_reader_group(groups.world, nodes, groups.data_rank, reads)
 
 
@@ -99,7 +99,7 @@ def _open(
     order: DataOrder,
 ) -> Data:
     run = plan.config
-    reads = readers.reads if readers else reads_data(run, plan.layout, groups)
+    reads = readers.reads if readers else reads_data(run, groups)
     reading = groups.world.split(0 if reads else 1, groups.world.rank)
     if not reads:
         return None, None

@@ -64,16 +64,16 @@ class StagePlan:
 def plan_stage(plan: Plan, stage: int) -> StagePlan:
     grid = Grid(*plan.layout.sizes)
     world = SoloComm(grid.rank(0, stage, 0), plan.layout.world_size)
-    built = Stage(plan.config, plan.layout, grid.groups(world), Ops.build())
+    built = Stage(plan.config, grid.groups(world), Ops.build())
     parameters = sum(p.numel() for p in built.parameters())
-    assert parameters == stage_parameters(plan.config, plan.layout, stage)
+    assert parameters == stage_parameters(plan.config, stage)
     moments = [moment.activations for moment in plan.schedule.in_flight(stage)]
     return StagePlan(
         stage,
-        layers=stage_layers(plan.config, plan.layout.placement, stage),
+        layers=stage_layers(plan.config, stage),
         parameters=parameters,
         in_flight=tuple(map(max, zip(*moments, strict=True))),
-        again=recomputed_layers(plan.config, plan.layout.placement, stage),
+        again=recomputed_layers(plan.config, stage),
         memory=plan.memory[stage],
     )
 
@@ -200,7 +200,7 @@ def _frozen_copies(run: RunConfig, layout: Layout) -> list[str]:
     """Return the memory of frozen weights shared inside a node, which the table counts on each rank."""
     if not run.lora.on or layout.replicas == 1:
         return []
-    mib = max(frozen_bytes(run, layout, stage) for stage in range(layout.pp)) / 2**20
+    mib = max(frozen_bytes(run, stage) for stage in range(layout.pp)) / 2**20
     return [
         f"frozen weights: the ranks of a node with the same weights share one copy, which the table counts on each: k of them "
         f"need (k - 1) x {mib:.0f} MiB less"

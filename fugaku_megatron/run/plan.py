@@ -113,7 +113,7 @@ class Plan:
                 config, choices = limits.choose(
                     lambda: run_schedule.resolve_recompute(config, layout, space)
                 )
-        return replace(self, config=config, layout=layout.placed(config), choices=tuple(choices))
+        return replace(self, config=config, choices=tuple(choices))
 
     def resumed(self, iteration: int, consumed_samples: int) -> Plan:
         return replace(self, iteration=iteration, consumed_samples=consumed_samples)

@@ -103,14 +103,14 @@ class MicroBatchWindow:
 Source = Prefetcher[np.ndarray] | ReaderBatches  # of micro-batches
 
 
-def needs_data(run: RunConfig, layout: Layout, groups: Groups) -> bool:
+def needs_data(run: RunConfig, groups: Groups) -> bool:
     """Return True if this rank's stage uses samples: the first, the last, and with marks all stages."""
-    placement = layout.placement
+    placement = run.placement
     return run.data.marked or groups.pp.rank in (placement.owner(0)[0], placement.last_stage)
 
 
-def reads_data(run: RunConfig, layout: Layout, groups: Groups) -> bool:
-    return groups.tp.rank == 0 and needs_data(run, layout, groups)
+def reads_data(run: RunConfig, groups: Groups) -> bool:
+    return groups.tp.rank == 0 and needs_data(run, groups)
 
 
 def datasets_of(
@@ -169,7 +169,7 @@ class RunBatches:
         samples: StepSamples = consecutive,
     ) -> Source | None:
         """Open this rank's micro-batches from sample `consumed` on; None if the rank does not read. The caller closes it."""
-        if not reads_data(self.run, self.layout, self.groups):
+        if not reads_data(self.run, self.groups):
             return None
         micro_batch_size = self.run.batch.micro_batch_size
         groups = self.groups
@@ -214,7 +214,7 @@ class RunBatches:
         self, source: Source | None, consumed: int, count: int
     ) -> Iterator[MicroBatch]:
         groups = self.groups
-        has_data = needs_data(self.run, self.layout, groups)
+        has_data = needs_data(self.run, groups)
         rows = None
         if groups.cp.size > 1:
             rows = positions(own_segments(self.run.model.seq_length // groups.cp.size, groups.cp))

@@ -135,8 +135,7 @@ class Replicas:
     @property
     def ties(self) -> bool:
         """True if two pipeline stages have the word embedding. The same on all ranks."""
-        placement = self._stage.placement
-        return holds_tied_copy(self._optimizer.run, placement, placement.last_stage)
+        return holds_tied_copy(self._optimizer.run, self._stage.placement.last_stage)
 
     def state(self, iteration: int) -> str:
         if not self.exist:

@@ -170,7 +170,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         run = self.run
-        self.stage = Stage(run, self.layout, self.groups, self.ops)
+        self.stage = Stage(run, self.groups, self.ops)
         self.optimizer = Optimizer(self.stage, run, self.groups, self.ops)
         self.replicas = Replicas(self.optimizer, self.stage, self.groups)
         self.ramp = sizes_of(run, self.layout.global_batch_size(run))
@@ -612,7 +612,7 @@ def layout_record(run: RunConfig, layout: Layout) -> dict[str, int | str]:
     if layout.cp > 1:
         record["context_parallel_size"] = layout.cp
     return record | {
-        "pipeline_split": ",".join(map(str, virtual_stage_sizes(run, layout.placement))),
+        "pipeline_split": ",".join(map(str, virtual_stage_sizes(run))),
         "data_parallel_size": layout.dp,
         "zero_shards": zero_shards(run, layout),
     }

@@ -41,8 +41,7 @@ def check_parameters(run: RunConfig, world: int) -> None:
     )
     layout = Layout.from_run(run, world)
     assert held == [
-        stage_parameters(run, layout, rank // (layout.tp * layout.cp) % layout.pp)
-        for rank in range(world)
+        stage_parameters(run, rank // (layout.tp * layout.cp) % layout.pp) for rank in range(world)
     ]
 
 
@@ -66,7 +65,7 @@ def check_flops(run: RunConfig) -> None:
     forward = counter.get_total_flops()
     with counter:
         loss.backward()
-    records = stage_records(run, Layout.from_run(run, 1), 0)
+    records = stage_records(run, 0)
     assert (forward, counter.get_total_flops()) == (
         sum(r.flops_forward for r in records),
         sum(r.flops_backward for r in records),
@@ -103,9 +102,7 @@ def check_quantized(run: RunConfig) -> None:
     trainer.train_step()
     trainer.close()
     layout = Layout.from_run(run, 1)
-    forward, backward, _ = model.virtual_stage_work(
-        run, layout, 0, software.load(software.THIS_PROJECT)
-    )
+    forward, backward, _ = model.virtual_stage_work(run, 0, software.load(software.THIS_PROJECT))
     microbatches = layout.microbatches(run, layout.global_batch_size(run))
     modelled = {True: 0.0, False: 0.0}
     for piece, times in (*forward, *backward):
@@ -113,8 +110,8 @@ def check_quantized(run: RunConfig) -> None:
             if not p.attention:
                 flops = 2 * p.m * p.n * p.k * p.times * times * microbatches
                 modelled[p.quantized > 0] += flops
-    modelled_weights = memory.INT8_COPIES * quantized_weights(run, layout, 0)
-    records = stage_records(run, layout, 0)
+    modelled_weights = memory.INT8_COPIES * quantized_weights(run, 0)
+    records = stage_records(run, 0)
     if run.lora.on:  # nothing below the first layer is trained
         first = next(r for r in records if r.name == "linear_qkv")
         adapter = next(r for r in records if r.name == "linear_qkv_lora_A")
@@ -149,16 +146,16 @@ def expected_traffic(run, layout, stage: int) -> dict[tuple[str, str], int]:
     microbatches = layout.microbatches(run, layout.global_batch_size(run))
     ends = [
         r
-        for virtual_stage in layout.placement.virtual_stages_of(stage)
-        for r in end_records(run, layout, virtual_stage)
+        for virtual_stage in run.placement.virtual_stages_of(stage)
+        for r in end_records(run, virtual_stage)
     ]
     per_microbatch = []
-    for r in stage_records(run, layout, stage):
+    for r in stage_records(run, stage):
         collectives = (*r.forward, *r.backward)
         per_microbatch += collectives if r in ends else by_blocks(run, collectives)
     if run.training.recompute_granularity == "full":  # groups of one layer
         again = [c for r in last_recomputed_records(run) for c in by_blocks(run, r.forward)]
-        per_microbatch += again * sum(map(len, stage_layers(run, layout.placement, stage)))
+        per_microbatch += again * sum(map(len, stage_layers(run, stage)))
     for c in per_microbatch * microbatches + gradient_collectives(run, layout, stage):
         expected[c.verb, c.group] = expected.get((c.verb, c.group), 0) + c.bytes
     sends = (stage > 0) + (stage < layout.pp - 1)
@@ -233,13 +230,12 @@ def held_bytes(world: Comm, run: RunConfig) -> int:
 def check_kept(run: RunConfig) -> None:
     tp = run.parallel.tensor_model_parallel_size
     cp = run.parallel.context_parallel_size
-    layout = Layout.from_run(run, tp * cp)
-    groups = virtual_stage_recompute_groups(run, layout.placement, 0)
+    groups = virtual_stage_recompute_groups(run, 0)
     layers = memory.layers_kept_bytes(run, range(run.model.num_layers), groups)[0]
     outside = sum(
         r.saved_bytes
-        for virtual_stage in layout.placement.virtual_stages_of(0)
-        for r in end_records(run, layout, virtual_stage)
+        for virtual_stage in run.placement.virtual_stages_of(0)
+        for r in end_records(run, virtual_stage)
     )
     if (
         run.model.num_experts and run.training.recompute_granularity != "full"

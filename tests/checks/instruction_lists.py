@@ -4,7 +4,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fugaku_megatron.config.layout import placement
 from fugaku_megatron.pipeline.instructions import BACKWARD, FORWARD, Instruction
 from fugaku_megatron.pipeline.messages import with_messages
 from fugaku_megatron.pipeline.schedule import Schedule
@@ -24,7 +23,7 @@ class Custom(Schedule):
 
 def custom(make: Make):
     """Return a function for `Trainer.make_schedule`."""
-    return lambda run, microbatches: Custom("interleaved", placement(run), microbatches, make=make)
+    return lambda run, microbatches: Custom("interleaved", run.placement, microbatches, make=make)
 
 
 def shuffled(lists: Schedule, stage: int, seed: int = 3) -> list[Instruction]:

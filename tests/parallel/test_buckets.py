@@ -93,7 +93,7 @@ def test_buckets_lie_where_the_formula_says(layout):
             run, trainer.layout, stage
         )
         assert [sum(p.numel() for p in unit) for unit in flat.stage_units(trainer.stage)] == list(
-            unit_elements(run, trainer.layout, stage).values()
+            unit_elements(run, stage).values()
         )
         names = [
             [
@@ -192,7 +192,7 @@ def started_early(world, run, backend: str, make=run_schedule.build_schedule) ->
     for _ in range(2):
         trainer.train_step()
     trainer.close()
-    last = len(unit_elements(run, trainer.layout, groups.pp.rank)) - 1
+    last = len(unit_elements(run, groups.pp.rank)) - 1
     assert len(seen) == 2 and seen[0] == seen[1], "reduced once in each iteration"
     at_the_end = {last, last - 1} if trainer.stage.first and not trainer.stage.last else {last}
     if not trainer.stage.first and not trainer.stage.last:

@@ -646,7 +646,7 @@ def test_divided_experts_keep_what_the_formula_says(layout):
     """In the mean over ranks, because those with more tokens keep more."""
     run, world = lay_out(layout, COSTED[2])
     held = ThreadWorld(world).run(held_bytes, run)
-    records = stage_records(run, Layout.from_run(run, world), 0)
+    records = stage_records(run, 0)
     division = experts.Division.of(run)
     numbers = (
         division.chosen * experts.NUMBER_BYTES + division.here * experts.RECEIVED_BYTES

@@ -9,7 +9,6 @@ from fugaku_megatron.api.config import Config
 from fugaku_megatron.cli import program
 from fugaku_megatron.cli.arguments import make_run, model_flags, parse
 from fugaku_megatron.config.hybrid import parse_pattern
-from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.pipeline_layout import parse_layout
 from fugaku_megatron.costs.stages import virtual_stage_sizes
 from fugaku_megatron.data.sampler import fetch
@@ -85,8 +84,7 @@ def test_segments_are_the_layers_of_virtual_stages():
         run = parse(
             [*BASE, "--hybrid-layer-pattern", pattern, "--pipeline-model-parallel-size", "2"]
         ).run
-        placement = Layout.from_run(run, 2).placement
-        assert virtual_stage_sizes(run, placement) == sizes
+        assert virtual_stage_sizes(run) == sizes
 
 
 def test_a_recipe_with_gated_delta_nets_is_planned(capsys):

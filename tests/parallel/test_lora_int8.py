@@ -260,7 +260,7 @@ def test_frozen_weights_take_the_bytes_of_the_formula(layout, flags):
     plan = Layout.from_run(run, ranks)
     for rank, nbytes in enumerate(run_layout(layout, held, flags)):
         stage = rank // plan.tp % plan.pp
-        assert nbytes == frozen_bytes(run, plan, stage)
+        assert nbytes == frozen_bytes(run, stage)
 
 
 def test_a_run_takes_the_memory_of_the_formula():

@@ -107,7 +107,7 @@ def test_losses_do_not_depend_on_who_reads(changes):
         groups = grid_groups(world, run)
         readers = (
             build_reader_group(
-                world, find_nodes(world, "node"), groups.dp.rank, reads_data(run, layout, groups)
+                world, find_nodes(world, "node"), groups.dp.rank, reads_data(run, groups)
             )
             if shared
             else None

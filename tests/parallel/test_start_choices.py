@@ -75,7 +75,7 @@ def test_as_few_layers_as_fit(name, share):
     chosen = settled(run, layout, limit)
     assert max(totals(chosen, layout)) <= limit and not chosen.training.recompute_auto
     for stage in range(STAGES):
-        again = run_schedule.recomputed_layers(chosen, layout.placement, stage)
+        again = run_schedule.recomputed_layers(chosen, stage)
         held = run_schedule.build_schedule(run, MICROBATCHES).in_flight(stage)
         assert (none[stage] <= limit) == (not any(again)), "a stage that fits recomputes nothing"
         if sum(again) > 1:
@@ -191,7 +191,7 @@ def test_what_does_not_fit_is_not_taken():
     limits = [
         memory.peak_mib(
             c.run,
-            layout.placed(c.run),
+            layout,
             SYSTEM,
         )
         for c in found

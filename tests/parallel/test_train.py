@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.convert.own_checkpoint import open_own, save_own
 from fugaku_megatron.data.sampler import fetch
 from fugaku_megatron.host import kernels
@@ -120,10 +119,7 @@ def test_gradients_are_reduced_once_in_a_step(monkeypatch):
 
 def test_only_the_first_tensor_rank_of_the_edge_stages_reads():
     run = small_run(tensor_model_parallel_size=2, pipeline_model_parallel_size=4)
-    layout = Layout.from_run(run, 16)
-    readers = [
-        rank for rank in range(16) if reads_data(run, layout, grid_groups(SoloComm(rank, 16), run))
-    ]
+    readers = [rank for rank in range(16) if reads_data(run, grid_groups(SoloComm(rank, 16), run))]
     assert readers == [0, 6, 8, 14]
 
 

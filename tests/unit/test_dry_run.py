@@ -55,7 +55,7 @@ def test_30b_on_12288_ranks():
         12 * 7168**2 + 7 * 7168
     ) // 4 + 6 * 7168  # matrices and their split biases / TP; norms and output biases whole
     assert f"{layer / 1e6:.2f}" in text
-    assert stage_parameters(run, Layout.from_run(run, 12288), 5) == layer
+    assert stage_parameters(run, 5) == layer
     layout = Layout.from_run(run, 12288)
     seconds = plan_text.modelled(run, layout, modelled_system(layout))[3]
     assert (

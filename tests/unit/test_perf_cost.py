@@ -244,8 +244,8 @@ def test_int8_of_a_run():
     run, plain = (make_run("124m", {"int8": int8, "vocab_size": 50257}) for int8 in (True, False))
     layout = Layout(1, 1, 1, 1)
     weights = 12 * 12 * 768**2
-    assert quantized_weights(run, layout, 0) == weights
-    assert quantized_weights(plain, layout, 0) == 0
+    assert quantized_weights(run, 0) == weights
+    assert quantized_weights(plain, 0) == 0
     used = [memory.stage_memory(each, layout, 0, [InFlight((1,), (0,))]) for each in (run, plain)]
     assert used[0].total - used[1].total == 2 * weights
     system = System.from_names("a64fx", "fugaku_megatron", 1)
@@ -324,9 +324,8 @@ def test_matmuls_are_accountings_flops(recompute, tp, pp, schedule):
             pipeline_schedule=schedule,
         ),
     )
-    layout = Layout(tp * pp, tp, pp, 1).placed(run)
-    parts = layout.placement.virtual_stages
-    works = [model.virtual_stage_work(run, layout, part, EAGER) for part in range(parts)]
+    parts = run.placement.virtual_stages
+    works = [model.virtual_stage_work(run, part, EAGER) for part in range(parts)]
     total = tp * sum(
         pieces_flops(forward) + pieces_flops(backward) for forward, backward, _ in works
     )
@@ -361,16 +360,15 @@ def test_layers_of_each_kind_count_their_own_matmuls(changes, recompute):
         parallel=ParallelConfig(pipeline_model_parallel_size=3),
     )
     again = replace(run, training=TrainingConfig(recompute_granularity=recompute))
-    layout = Layout(3, 1, 3, 1).placed(run)
     totals = []
     for stage in range(3):
-        records = stage_records(run, layout, stage)
+        records = stage_records(run, stage)
         forward = sum(r.flops_forward for r in records)
         both = forward + sum(r.flops_backward for r in records)
-        works = model.virtual_stage_work(run, layout, stage, EAGER)
+        works = model.virtual_stage_work(run, stage, EAGER)
         totals.append(pieces_flops(works[0]) + pieces_flops(works[1]))
         assert totals[-1] == pytest.approx(both, rel=1e-3)
-        repeated = model.virtual_stage_work(again, layout, stage, EAGER)
+        repeated = model.virtual_stage_work(again, stage, EAGER)
         more = pieces_flops(repeated[1]) - pieces_flops(works[1])
         expected = {
             None: 0,
@@ -639,9 +637,7 @@ def test_memory_of_stages():
     alone, eight = (
         perf_memory.stage_mib(run, Layout(n, 1, 1, n), 0, EAGER, 1, parameters) for n in (1, 8)
     )
-    assert (alone - eight) * MIB == pytest.approx(
-        12 * 7 / 8 * stage_parameters(run, Layout(1, 1, 1, 1), 0)
-    )
+    assert (alone - eight) * MIB == pytest.approx(12 * 7 / 8 * stage_parameters(run, 0))
     for ranks in (1, 4):
         system = System(machine=load("a64fx"), software=EAGER, nodes=1, ranks_per_node=ranks)
         assert system.limit_mib == pytest.approx(28.5 * 1024 / ranks)

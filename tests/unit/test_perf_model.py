@@ -124,7 +124,7 @@ HELD = frozenset(
 
 def stepped(name: str, chunks: int) -> model.Step:
     run = with_schedule(RUN, name, chunks)
-    return model.step(run, LAYOUT.placed(run), SYSTEM, SYSTEM.parameters)
+    return model.step(run, LAYOUT, SYSTEM, SYSTEM.parameters)
 
 
 @pytest.mark.parametrize(("name", "chunks"), KINDS)

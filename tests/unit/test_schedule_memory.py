@@ -3,14 +3,9 @@
 import pytest
 
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.layout import Layout, placement
+from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs import memory, run_schedule
-from tests.checks.allocations import (
-    MICROBATCHES,
-    MODEL,
-    STAGES,
-    allocated_peak,
-)
+from tests.checks.allocations import MICROBATCHES, MODEL, STAGES, allocated_peak
 from tests.helpers import small_run
 
 SCHEDULES = {
@@ -45,7 +40,7 @@ def test_peak(name, stage, recompute, pending):
     }
     if recompute == "some":
         changes["recompute_part_layers"] = (1, 3, 2, 0, 2, 0, 1, 1)[
-            : placement(small_run(**MODEL, **changes)).virtual_stages
+            : small_run(**MODEL, **changes).placement.virtual_stages
         ]
     run = small_run(**MODEL, **changes)
     held = run_schedule.build_schedule(run, MICROBATCHES).in_flight(stage)

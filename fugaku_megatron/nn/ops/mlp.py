@@ -181,20 +181,16 @@ def _overwrite_with_gradient(
             )
             ops.kernels.gate_backward(inner, argument, argument, row.kernel)
             continue
-        # FP32 sums are in the result until the last block of k, so that it must not be the argument.
-        in_place = pre.dtype != torch.float32
         ops.kernels.linear_data_gradient(
             dy,
             weight,
-            argument if in_place else inner,
+            argument,
             argument,
             row.kernel,
             packed=packed,
             fp16_chunk=length,
             **scales,
         )
-        if not in_place:
-            argument.copy_(inner)
 
 
 def _column_blocks(pre: Tensor, width: int, whole: bool) -> Iterator[tuple[slice, Tensor]]:
