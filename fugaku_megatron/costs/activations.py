@@ -1,4 +1,4 @@
-"""Sizes of a micro-batch's activations on one rank. No torch.
+"""Sizes of a micro-batch's activations on one rank.
 
 Between matmuls every rank has whole activations (s, b, h), or with --sequence-parallel 1/t of the sequence (Korthikanti et al.
 2022, arXiv:2205.05198). Legend: as in `layers`.

@@ -1,4 +1,4 @@
-"""Operations with low-rank adapters (`nn.adapters`). No torch."""
+"""Operations with low-rank adapters (`nn.adapters`)."""
 
 from __future__ import annotations
 

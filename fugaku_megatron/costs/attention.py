@@ -1,4 +1,4 @@
-"""Costs of attention. No torch."""
+"""Costs of attention."""
 
 from __future__ import annotations
 

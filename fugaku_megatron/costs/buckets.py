@@ -1,4 +1,4 @@
-"""Gradient buckets of a pipeline stage: units, sizes and collectives. No torch."""
+"""Gradient buckets of a pipeline stage: units, sizes and collectives."""
 
 from __future__ import annotations
 

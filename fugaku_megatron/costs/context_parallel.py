@@ -1,4 +1,4 @@
-"""Sequence segments of context-parallel ranks, and attention's messages between them. No torch."""
+"""Sequence segments of context-parallel ranks, and attention's messages between them."""
 
 from __future__ import annotations
 

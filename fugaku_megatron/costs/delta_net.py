@@ -1,4 +1,4 @@
-"""Operations, matrices and bytes of gated delta nets. No torch.
+"""Operations, matrices and bytes of gated delta nets.
 
 Legend: h hidden, c tokens of a chunk, n value heads, k and v sizes of key and value heads.
 """

@@ -1,5 +1,4 @@
-"""A layer's expert parameters, matmuls, saved activations and communicated bytes, as integers,
-without torch.
+"""A layer's expert parameters, matmuls, saved activations and communicated bytes.
 
 Ranks are assumed to have equally many tokens for their experts. Legend:
 as in `layers`, f expert width.

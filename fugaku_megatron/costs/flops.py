@@ -1,4 +1,4 @@
-"""FLOPs of an iteration: executed, per parameter, and unavoidable. No torch."""
+"""FLOPs of an iteration: executed, per parameter, and unavoidable."""
 
 from __future__ import annotations
 

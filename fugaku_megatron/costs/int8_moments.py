@@ -1,4 +1,4 @@
-"""Blocks in AdamW's 8-bit moments: the elements that share a scale, and a rank's scales. No torch.
+"""Blocks in AdamW's 8-bit moments: the elements that share a scale, and a rank's scales.
 
 A segment is a range of consecutive elements of a global tensor that no layout divides: a dimension
 of n sharded rows is divided at multiples of n / gcd(n, query groups). Segments are cut into equal

@@ -1,4 +1,4 @@
-"""Operations of layers, embedding and head on one rank for one micro-batch. No torch.
+"""Operations of layers, embedding and head on one rank for one micro-batch.
 
 Legend: s sequence, b micro-batch, h hidden, f MLP width, n heads with d elements in g groups, l
 layers, v padded vocabulary, t tensor-parallel size.
@@ -169,7 +169,6 @@ def layer_and_head_flops(run: RunConfig) -> tuple[float, float]:
 
 
 def mean_layer_flops(run: RunConfig, counted: Callable[[Record], bool]) -> float:
-    """Return the mean layer's forward FLOPs in counted operations."""
     layers = run.model.layer_kinds
     flops = 0.0
     for kind in dict.fromkeys(layers):  # in one order on all ranks

@@ -1,5 +1,5 @@
 """A transformer layer's linear layers: shapes on a rank, and bytes for frozen weights in eight
-bits. No torch.
+bits.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """One rank's memory at a step's peak: weights, gradients, optimizer state, activations and logits,
-in bytes. No torch.
+in bytes.
 
 MPI's buffers and other software: `planner.memory`.
 """
@@ -141,7 +141,6 @@ def data_index_bytes(run: RunConfig, samples: int) -> int:
 
 @lru_cache(maxsize=64)
 def layer_saved_bytes(run: RunConfig) -> tuple[int, ...]:
-    """Return the bytes that each layer saves for backward."""
 
     def saved(kind: LayerKind) -> int:
         records = layer_records(run, kind, typical_cp_comm_type(run))

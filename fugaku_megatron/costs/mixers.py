@@ -1,4 +1,4 @@
-"""Costs that a layer's mixer has of its own: the interface between a row of `MIXERS` and the formulas. No torch."""
+"""Costs that a layer's mixer has of its own: the interface between a row of `MIXERS` and the formulas."""
 
 from __future__ import annotations
 

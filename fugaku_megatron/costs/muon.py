@@ -1,4 +1,4 @@
-"""Matrices that Muon orthogonalizes, and their shapes. No torch.
+"""Matrices that Muon orthogonalizes, and their shapes.
 
 Legend: m and n the smaller and the larger side of a matrix.
 """

@@ -1,4 +1,4 @@
-"""Parameters of layers, stages and the whole model. No torch."""
+"""Parameters of layers, stages and the whole model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations and their collectives on one rank for one micro-batch. No torch."""
+"""Operations and their collectives on one rank for one micro-batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers, recompute groups and operations of virtual stages and pipeline stages. No torch."""
+"""Layers, recompute groups and operations of virtual stages and pipeline stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Units of a stage's parameters, in the order in which backward finishes them; a gradient bucket has whole units. No torch."""
+"""Units of a stage's parameters, in the order in which backward finishes them; a gradient bucket has whole units."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Padded vocabulary, and a rank's rows of it. No torch."""
+"""Padded vocabulary, and a rank's rows of it."""
 
 from __future__ import annotations
 
@@ -28,5 +28,4 @@ def padded_vocab_size(model: ModelConfig, tp: int) -> int:
 
 
 def vocabulary_rows(run: RunConfig) -> int:
-    """Return this rank's rows of the padded vocabulary."""
     return padded_vocab_size(run.model, run.tp) // run.tp
