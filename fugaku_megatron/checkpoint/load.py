@@ -1,7 +1,6 @@
 """Load checkpoints into any parallel layout: each rank reads the byte ranges that it needs.
 
-A folder leader sends every rank its own file's records. If the layout differs, rank 0 broadcasts
-all records, one folder at a time. Every public function is collective.
+Every public function is collective.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A run's pipeline schedule, the costs for zero-bubble schedules, and the choice by --recompute-auto.
-
-Early stages and model chunks have more micro-batches in flight than late ones, so each gets its own number of recomputed layers.
-"""
+"""A run's pipeline schedule, the costs for zero-bubble schedules, and the choice by --recompute-auto."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Samples of a data-parallel rank, and loading them in the background.
 
-Everything is a function of the samples consumed, so a run may resume with another data-parallel
-size. Micro-batches stay numpy arrays: torch in the prefetching thread would start more OpenMP
-threads. Shapes: s = sequence length, b = micro-batch size.
+Micro-batches stay numpy arrays: torch in the prefetching thread would start more OpenMP threads.
+Shapes: s = sequence length, b = micro-batch size.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Record the kernel calls of one generated token and repeat them for the next.
 
-The next token makes the same calls with the same tensors; only inputs differ. A repetition copies
-the inputs and makes all calls in C++ (`kernels.Calls`), without layers, autograd and allocations,
-which take longer than a small model's matmuls.
+A repetition copies the inputs and makes all calls in C++ (`kernels.Calls`), without layers,
+autograd and allocations, which take longer than a small model's matmuls.
 """
 
 from __future__ import annotations

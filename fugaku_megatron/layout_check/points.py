@@ -107,7 +107,7 @@ class Point(NamedTuple):
 
 
 def layer_name(layer: int, site: str) -> str:
-    """Return the name of a layer's site. layer: from 0"""
+    """layer: from 0"""
     return f"decoder.layers.{layer}.{site}".removesuffix(".")
 
 

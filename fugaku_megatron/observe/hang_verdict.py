@@ -1,8 +1,8 @@
 """Hang detection across nodes: they exchange rank censuses until a census yields a verdict.
 
 A rank is stuck if it has not moved for its limit, and neither waits for others nor has an awake
-watchdog. Nodes form a tree of UDP datagrams: node n reports its census, merged with its children's,
-to node (n - 1) // FAN, which answers. Two ranks per node listen, because one may have stopped.
+watchdog. Nodes form a tree of UDP datagrams. Two ranks per node listen, because one may have
+stopped.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Seconds by rank and phase: slow ranks, and `fugaku-megatron log --ranks`.
 
-Only computation and waiting for data are a rank's own time; other phases wait for other ranks. A rank is slow if it computes
-longer than ranks with equal work, or waits for data.
+Only computation and waiting for data are a rank's own time; other phases wait for other ranks.
 """
 
 from __future__ import annotations

@@ -31,8 +31,6 @@ _JOB_IDS = ("NEMO_LENS_RUN_ID", "SLURM_JOB_ID", "PJM_JOBID")
 
 @dataclass(frozen=True)
 class Otlp:
-    """A requested export."""
-
     service_name: str
     groups: frozenset[str]
     resource: dict[str, str | int] = field(default_factory=dict)

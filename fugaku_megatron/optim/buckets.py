@@ -1,8 +1,7 @@
 """Data-parallel communication by bucket: gradients are reduced during backward, weights gathered during forward.
 
 Hooks on the stage's units wait for weight gathers before forward, and start a bucket's reduction after its last backward, in
-memory order on all ranks. The tied embedding's gradient is summed over its two copies as soon as this stage's copy is complete,
-and its bucket is reduced last.
+memory order on all ranks.
 """
 
 from __future__ import annotations

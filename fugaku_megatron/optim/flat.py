@@ -1,8 +1,6 @@
 """A stage's parameter memory: one flat value buffer, and gradients by bucket.
 
-A bucket orders its parameters by treatment (Muon's matrices, decayed, other), so an update is a few
-calls on long ranges and a ZeRO-1 shard is one slice. Gradients are allocated at first use, often in
-memory that backward has freed.
+Gradients are allocated at first use, often in memory that backward has freed.
 """
 
 from __future__ import annotations

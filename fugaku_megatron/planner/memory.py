@@ -118,7 +118,6 @@ def stage_mib(
     nodes: int,
     parameters: MemoryParameters,
 ) -> float:
-    """Return the peak MiB on one `stage` rank."""
     moments = _in_flight(run_schedule.full_batch_schedule(run, layout), stage)
     fixed = _fixed_mib(run, layout, code, nodes, parameters)
     if code.style == "native":

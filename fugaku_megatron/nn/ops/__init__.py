@@ -84,8 +84,6 @@ class Int8:
 
 @dataclass(frozen=True)
 class Ops(Backend):
-    """The operations, as methods."""
-
     matmul = gemm.matmul
     data_gradient = gemm.data_gradient
     weight_gradient = gemm.weight_gradient
