@@ -15,8 +15,8 @@ BF16_BYTES = 2
 
 
 def typical_cp_comm_type(run: RunConfig) -> str:
-    ways = cp_comm_types(run)
-    return max(ways, key=ways.count)
+    comm_types = cp_comm_types(run)
+    return max(comm_types, key=comm_types.count)
 
 
 def qkv_bytes(run: RunConfig, cp_comm_type: str | None = None) -> int:

@@ -10,7 +10,7 @@ from .activations import sequence_shards
 from .records import MatmulCollectives, Record, Records, linear
 
 
-def adapted(run: RunConfig, records: Records) -> Records:
+def with_adapters(run: RunConfig, records: Records) -> Records:
     if not run.lora.on:
         return records
     return tuple(
@@ -57,8 +57,8 @@ def _adapters(run: RunConfig, record: Record) -> Records:
         down = linear(f"{name}_lora_A", (rows, width, inputs))
         up = linear(f"{name}_lora_B", (rows, outputs, width))
         return (
-            _of_experts(run, record, down, width * inputs, not is_row_parallel),
-            _of_experts(run, record, up, outputs * rank, is_row_parallel),
+            _expert_adapter(run, record, down, width * inputs, not is_row_parallel),
+            _expert_adapter(run, record, up, outputs * rank, is_row_parallel),
         )
     saved = rows * width * run.element_bytes
     around = MatmulCollectives.from_run(run, saved)
@@ -83,7 +83,7 @@ def _adapters(run: RunConfig, record: Record) -> Records:
     return replace(down, adapts=True), replace(up, parameters=outputs * rank, adapts=True)
 
 
-def _of_experts(
+def _expert_adapter(
     run: RunConfig, experts: Record, matmul: Record, elements: int, whole: bool
 ) -> Record:
     """Return an expert adapter's matmul for all experts.

@@ -8,7 +8,7 @@ from functools import lru_cache
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from .activations import BF16_BYTES, FP32_BYTES, sequence_shards
-from .layers import embedding_records, head_records, layer_records, of_layers
+from .layers import embedding_records, head_records, layer_records, per_layer
 from .parameters import layer_parameters
 from .records import Collective
 from .stages import stage_records
@@ -28,7 +28,7 @@ def bucket_minimum(run: RunConfig, dp: int) -> int:
     return max(BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_RANK * dp) if dp > 1 else 1
 
 
-def cut(units: Sequence[int], minimum: int, tied: bool) -> list[range]:
+def bucket_ranges(units: Sequence[int], minimum: int, tied: bool) -> list[range]:
     """Return each bucket's units: as few as have `minimum` elements together; the last bucket takes the rest.
 
     tied: the last unit is a word embedding that another stage also has, and its own bucket.
@@ -49,7 +49,7 @@ def cut(units: Sequence[int], minimum: int, tied: bool) -> list[range]:
 
 
 def adapter_parameters(run: RunConfig) -> tuple[int, ...]:
-    return of_layers(
+    return per_layer(
         run, lambda kind: sum(r.parameters for r in layer_records(run, kind) if r.adapts)
     )
 
@@ -77,7 +77,7 @@ def bucket_units(run: RunConfig, layout: Layout, stage: int) -> list[list[Unit]]
     elements = unit_elements(run, stage)
     minimum = bucket_minimum(run, layout.replicas)
     names = list(elements)
-    buckets = cut(list(elements.values()), minimum, tied=TIED in elements)
+    buckets = bucket_ranges(list(elements.values()), minimum, tied=TIED in elements)
     return [names[bucket.start : bucket.stop] for bucket in buckets]
 
 
@@ -87,7 +87,7 @@ def bucket_sizes(run: RunConfig, layout: Layout, stage: int) -> tuple[tuple[int,
 
     Divided experts in the same units form their own bucket.
     """
-    experts = of_layers(run, lambda kind: sum(r.divided for r in layer_records(run, kind)))
+    experts = per_layer(run, lambda kind: sum(r.divided for r in layer_records(run, kind)))
     elements = unit_elements(run, stage)
     sizes = []
     for bucket in bucket_units(run, layout, stage):

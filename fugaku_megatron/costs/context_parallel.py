@@ -93,8 +93,8 @@ def key_working_bytes(run: RunConfig) -> int:
     segments' gradients in flight.
     """
     cp = run.parallel.context_parallel_size
-    ways = {*cp_comm_types(run)} - {A2A}
-    if cp == 1 or not ways:
+    comm_types = {*cp_comm_types(run)} - {A2A}
+    if cp == 1 or not comm_types:
         return 0
     own = key_elements(run)
     low = run.element_bytes
@@ -103,7 +103,7 @@ def key_working_bytes(run: RunConfig) -> int:
     around = (
         2 * activation_bytes(run) + context_bytes(run) + qkv_bytes(run, P2P) // low * FP32_BYTES
     )
-    return around + own * (gathered if ALLGATHER in ways else passed)
+    return around + own * (gathered if ALLGATHER in comm_types else passed)
 
 
 def key_elements(run: RunConfig) -> int:

@@ -8,7 +8,13 @@ from itertools import chain
 from ..config.parallel import ParallelConfig
 from ..config.run_config import RunConfig
 from .attention import document_length, mean_visible_share
-from .layers import head_records, layer_records, mean_layer_flops, norm_record, rank_flops
+from .layers import (
+    head_records,
+    layer_records,
+    linear_and_attention_flops,
+    mean_layer_flops,
+    norm_record,
+)
 from .parameters import layer_parameters, on_one_rank
 from .stages import virtual_stage_recompute_groups
 from .vocabulary import padded_vocab_size
@@ -27,7 +33,7 @@ def _recompute_fraction(run: RunConfig) -> float:
 
 def layer_flops(run: RunConfig) -> tuple[float, float]:
     """Return the mean layer's forward FLOPs per sample: (linear layers, attention over the full square)."""
-    linear, attention = rank_flops(on_one_rank(run))  # of a micro-batch
+    linear, attention = linear_and_attention_flops(on_one_rank(run))  # of a micro-batch
     samples = run.batch.micro_batch_size
     return linear / samples, attention / samples
 

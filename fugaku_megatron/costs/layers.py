@@ -20,7 +20,7 @@ from .activations import (
     sequence_shards,
     typical_cp_comm_type,
 )
-from .adapters import adapted
+from .adapters import with_adapters
 from .experts import expert_records, mlp_records
 from .mixers import mixer_costs
 from .records import MatmulCollectives, Record, Records, all_reduce, linear
@@ -77,7 +77,7 @@ def layer_records(
         records = (*around_mixer[0], *mixer, *around_mixer[1])
     if each.mlp is not None:
         records += (*around_mlp[0], *_mlp(run, each.mlp), *around_mlp[1])
-    return adapted(run, records)
+    return with_adapters(run, records)
 
 
 def _mlp(run: RunConfig, mlp: str) -> Records:
@@ -103,7 +103,7 @@ def typical_layer(model: ModelConfig) -> LayerKind:
     return typical._replace(mlp=typical.mlp or next(filter(None, model.mlps), None))
 
 
-def of_layers(run: RunConfig, value: Callable[[LayerKind], int]) -> tuple[int, ...]:
+def per_layer(run: RunConfig, value: Callable[[LayerKind], int]) -> tuple[int, ...]:
     values = {kind: value(kind) for kind in set(run.model.layer_kinds)}
     return tuple(values[kind] for kind in run.model.layer_kinds)
 
@@ -133,7 +133,7 @@ def embedding_records(run: RunConfig) -> Records:
         records.append(
             Record(name="position_embeddings", parameters=positions, replicated=positions)
         )
-    return adapted(run, tuple(records))
+    return with_adapters(run, tuple(records))
 
 
 @lru_cache(maxsize=64)
@@ -153,7 +153,7 @@ def head_records(run: RunConfig, tied: bool) -> Records:
     parameters = 0 if tied and model.tied else logits.parameters
     logits = replace(logits, parameters=parameters, is_head=True)
     loss = Record(name="cross_entropy", forward=3 * all_reduce(rows * FP32_BYTES, run.tp))
-    return adapted(run, (norm_record("final_layernorm", run), logits, loss))
+    return with_adapters(run, (norm_record("final_layernorm", run), logits, loss))
 
 
 def is_quantized(run: RunConfig, record: Record) -> bool:
@@ -164,7 +164,7 @@ def is_quantized(run: RunConfig, record: Record) -> bool:
 
 def layer_and_head_flops(run: RunConfig) -> tuple[float, float]:
     """Return the forward FLOPs per rank: (layer, logits), attention below the diagonal only."""
-    linear, attention = rank_flops(run)
+    linear, attention = linear_and_attention_flops(run)
     return linear + attention / 2, sum(r.flops_forward for r in head_records(run, tied=True))
 
 
@@ -177,6 +177,6 @@ def mean_layer_flops(run: RunConfig, counted: Callable[[Record], bool]) -> float
     return flops
 
 
-def rank_flops(run: RunConfig) -> tuple[float, float]:
+def linear_and_attention_flops(run: RunConfig) -> tuple[float, float]:
     linear = mean_layer_flops(run, lambda record: record.visible is None)
     return linear, mean_layer_flops(run, lambda record: record.visible is not None)

@@ -28,14 +28,14 @@ from .buckets import bucket_elements, bucket_units, unit_elements, updated_eleme
 from .context_parallel import key_working_bytes
 from .experts import mlp_width, pair_working_bytes, waiting_bytes
 from .int8_moments import scales, unit_segments
-from .layers import layer_records, of_layers
+from .layers import layer_records, per_layer
 from .linear_layers import q8_savings
 from .mixers import mixer_costs
 from .muon import matrix_elements
 from .parameters import stage_parameters
 from .stages import (
     end_records,
-    quantized_weights,
+    quantized_elements,
     stage_layers,
     virtual_stage_layers,
     virtual_stage_recompute_groups,
@@ -147,7 +147,7 @@ def layer_saved_bytes(run: RunConfig) -> tuple[int, ...]:
             total -= mixer_costs(kind.mixer).recomputed_bytes(run, kind)
         return total
 
-    return of_layers(run, saved)
+    return per_layer(run, saved)
 
 
 def layers_kept_bytes(run: RunConfig, layers: range, groups: Sequence[range]) -> tuple[int, int]:
@@ -178,7 +178,7 @@ def weight_input_bytes(run: RunConfig) -> tuple[int, ...]:
         inner = inner_bytes(run, run.model.ffn_hidden_size)
         return mixer + 2 * activation_bytes(run) + 2 * run.model.fc1_widths * inner
 
-    return of_layers(run, kept)
+    return per_layer(run, kept)
 
 
 def inner_bytes(run: RunConfig, width: int) -> int:
@@ -332,7 +332,7 @@ def stage_memory(
     live = live_bytes(run, stage, in_flight)
     packed = 0
     if run.system.int8:
-        packed = INT8_COPIES * quantized_weights(run, stage)
+        packed = INT8_COPIES * quantized_elements(run, stage)
     return Memory(
         weights=int(copies * (elements + frozen_elements(run, stage))) * weight_bytes
         + packed

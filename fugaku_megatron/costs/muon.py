@@ -11,7 +11,7 @@ from collections import Counter
 from ..config.layer_kinds import LayerKind
 from ..config.model import MLP_OF_EXPERTS, ModelConfig
 from ..config.run_config import RunConfig
-from .layers import of_layers
+from .layers import per_layer
 from .linear_layers import mlp_linears
 from .mixers import Matrices, mixer_costs
 from .stages import stage_layers
@@ -42,7 +42,7 @@ def matrix_elements(run: RunConfig) -> tuple[int, ...]:
     def total(matrices: Matrices) -> int:
         return sum(count * rows * columns for count, rows, columns in matrices)
 
-    return of_layers(
+    return per_layer(
         run,
         lambda kind: (
             total(layer_matrices(run, kind)) // run.tp + total(_replicated(run.model, kind.mlp))

@@ -7,12 +7,12 @@ from functools import lru_cache
 
 from ..config.parallel import ParallelConfig
 from ..config.run_config import RunConfig
-from .layers import layer_records, of_layers
+from .layers import layer_records, per_layer
 from .stages import end_records, virtual_stage_layers
 
 
 def layer_parameters(run: RunConfig) -> tuple[int, ...]:
-    return of_layers(run, lambda kind: sum(r.parameters for r in layer_records(run, kind)))
+    return per_layer(run, lambda kind: sum(r.parameters for r in layer_records(run, kind)))
 
 
 def virtual_stage_parameters(run: RunConfig, virtual_stage: int) -> int:

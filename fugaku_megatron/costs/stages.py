@@ -20,7 +20,7 @@ from .records import Record
 
 
 @lru_cache(maxsize=4096)  # searches repeat the same runs
-def quantized_weights(run: RunConfig, stage: int) -> int:
+def quantized_elements(run: RunConfig, stage: int) -> int:
     elements = 0
     for record in stage_records(run, stage):
         if record.gemm and is_quantized(run, record):

@@ -21,7 +21,7 @@ from ..checkpoint.shards import WEIGHT, Shard
 from ..comm.base import Comm
 from ..comm.grid import ALONE, Groups
 from ..comm.node import NodeTensor
-from ..costs.buckets import FLAT_ALIGNMENT, cut
+from ..costs.buckets import FLAT_ALIGNMENT, bucket_ranges
 from ..costs.vocabulary import round_up
 from ..nn.adapters import FINGERPRINTS, bits_number
 from ..nn.model import VOCABULARY, Stage
@@ -191,7 +191,7 @@ class FlatParameters:
     `frozen_memory`: dense, experts, then values and scales in eight bits of both.
 
     alike: ranks with the same dense parameters, ranks with the same experts
-    minimum: bucket size, see `costs.buckets.cut`; None: one bucket, and `stage` may be any module
+    minimum: bucket size, see `costs.buckets.bucket_ranges`; None: one bucket, and `stage` may be any module
     """
 
     def __init__(
@@ -230,7 +230,9 @@ class FlatParameters:
             tied = False
         parameters: list[ModelParameter] = []
         end = 0
-        for bucket in cut([sum(p.numel() for p in unit) for unit in units], minimum or 1, tied):
+        for bucket in bucket_ranges(
+            [sum(p.numel() for p in unit) for unit in units], minimum or 1, tied
+        ):
             members = [p for i in bucket for p in units[i]]
             members.sort(key=partial(_order, self._matrices_first))
             for expert, padding in enumerate(paddings):

@@ -22,7 +22,7 @@ from ..costs.flops import hardware_flops
 from ..costs.parameters import model_parameters, stage_parameters, virtual_stage_parameters
 from ..costs.records import Collective
 from ..costs.stages import (
-    quantized_weights,
+    quantized_elements,
     stage_layers,
     virtual_stage_layers,
     virtual_stage_recompute_groups,
@@ -308,7 +308,7 @@ def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
     moved = counts["moved"] * activations.FP32_BYTES - 2 * saved_bytes
     packed_bytes = 0
     if run.system.int8 and rank.software.style == "native":
-        quantized = max(quantized_weights(run, stage) for stage in kinds)
+        quantized = max(quantized_elements(run, stage) for stage in kinds)
         packed_bytes = rank_memory.INT8_COPIES * quantized_bytes(quantized, run.element_bytes)
     return (
         rank.traffic(moved * parameters / zero_shards(run, layout) + packed_bytes)

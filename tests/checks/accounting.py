@@ -19,7 +19,7 @@ from fugaku_megatron.costs.parameters import stage_parameters
 from fugaku_megatron.costs.records import Collective
 from fugaku_megatron.costs.stages import (
     end_records,
-    quantized_weights,
+    quantized_elements,
     stage_layers,
     stage_records,
     virtual_stage_recompute_groups,
@@ -110,7 +110,7 @@ def check_quantized(run: RunConfig) -> None:
             if not p.attention:
                 flops = 2 * p.m * p.n * p.k * p.times * times * microbatches
                 modelled[p.quantized > 0] += flops
-    modelled_weights = memory.INT8_COPIES * quantized_weights(run, 0)
+    modelled_weights = memory.INT8_COPIES * quantized_elements(run, 0)
     records = stage_records(run, 0)
     if run.lora.on:  # nothing below the first layer is trained
         first = next(r for r in records if r.name == "linear_qkv")

@@ -9,7 +9,12 @@ from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs import run_schedule
-from fugaku_megatron.costs.buckets import bucket_elements, bucket_minimum, cut, unit_elements
+from fugaku_megatron.costs.buckets import (
+    bucket_elements,
+    bucket_minimum,
+    bucket_ranges,
+    unit_elements,
+)
 from fugaku_megatron.costs.memory import stage_memory
 from fugaku_megatron.host.observed import Observed
 from fugaku_megatron.nn.ops import Ops
@@ -48,7 +53,7 @@ BOTH = {**OVERLAP, **BUCKETS}
     ],
 )
 def test_a_bucket_is_as_few_units_as_reach_the_minimum(units, minimum, tied, buckets):
-    assert [list(bucket) for bucket in cut(units, minimum, tied)] == buckets
+    assert [list(bucket) for bucket in bucket_ranges(units, minimum, tied)] == buckets
 
 
 def test_the_smallest_bucket_is_megatrons():

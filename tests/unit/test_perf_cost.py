@@ -18,7 +18,7 @@ from fugaku_megatron.costs.flops import hardware_flops, model_flops
 from fugaku_megatron.costs.layers import layer_records
 from fugaku_megatron.costs.parameters import stage_parameters
 from fugaku_megatron.costs.records import Collective
-from fugaku_megatron.costs.stages import quantized_weights, recompute_groups, stage_records
+from fugaku_megatron.costs.stages import quantized_elements, recompute_groups, stage_records
 from fugaku_megatron.pipeline.in_flight import InFlight
 from fugaku_megatron.planner import machine, model, software, work
 from fugaku_megatron.planner import memory as perf_memory
@@ -244,8 +244,8 @@ def test_int8_of_a_run():
     run, plain = (make_run("124m", {"int8": int8, "vocab_size": 50257}) for int8 in (True, False))
     layout = Layout(1, 1, 1, 1)
     weights = 12 * 12 * 768**2
-    assert quantized_weights(run, 0) == weights
-    assert quantized_weights(plain, 0) == 0
+    assert quantized_elements(run, 0) == weights
+    assert quantized_elements(plain, 0) == 0
     used = [memory.stage_memory(each, layout, 0, [InFlight((1,), (0,))]) for each in (run, plain)]
     assert used[0].total - used[1].total == 2 * weights
     system = System.from_names("a64fx", "fugaku_megatron", 1)
