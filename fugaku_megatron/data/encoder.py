@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from .chats import ChatTemplate, read_chat
+from .chat_template import ChatTemplate
+from .chats import read_chat
 from .document_order import DocumentTokens
 from .documents import Document, Place, Skipped, document_texts, read_documents
 from .indexed import best_dtype

@@ -26,8 +26,10 @@ from pathlib import Path
 
 import numpy as np
 
+from .chat_examples import examples
 from .chat_files import ChatFiles, ChatWriter
-from .chats import examples, read_template, unread_note
+from .chat_template import read_template
+from .chats import unread_note
 from .data_flags import parse_split, split_documents
 from .documents import Skipped, add_input_arguments, input_files
 from .encoder import Job, encode_all, encoder_of

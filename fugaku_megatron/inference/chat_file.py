@@ -8,7 +8,8 @@ import numpy as np
 
 from ..config.fields import check
 from ..data.chat_files import unsigned
-from ..data.chats import ChatTemplate, read_chat
+from ..data.chat_template import ChatTemplate
+from ..data.chats import read_chat
 from ..data.documents import input_files, read_documents
 from ..data.tables import CHAT
 from .scoring import Request

@@ -28,7 +28,7 @@ from ..comm.base import Comm
 from ..comm.job import run_or_abort
 from ..config.fields import check, check_fields, flag, option, optional
 from ..config.model import ModelConfig
-from ..data.chats import ChatTemplate, read_template
+from ..data.chat_template import ChatTemplate, read_template
 from ..data.indexed import IndexedDataset, StoredTokens
 from ..data.tokenizer import Tokenizer
 from ..text.named_files import JsonObject, read_text

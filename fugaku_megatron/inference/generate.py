@@ -39,7 +39,7 @@ from ..costs.attention import cache_slots
 from ..costs.mixers import cache_bytes
 from ..costs.parameters import model_parameters, stage_parameters
 from ..costs.stages import stage_layers
-from ..data.chats import ChatTemplate, read_template
+from ..data.chat_template import ChatTemplate, read_template
 from ..data.tokenizer import Tokenizer
 from ..host import allocator
 from .generation import (

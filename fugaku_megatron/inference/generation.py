@@ -15,7 +15,8 @@ from torch import Tensor
 from ..comm.autograd import gather_from_tensor_parallel
 from ..config.fields import check, option
 from ..config.model import ModelConfig
-from ..data.chats import ASSISTANT, ChatTemplate, Messages, check_messages, user_turn
+from ..data.chat_template import ChatTemplate
+from ..data.chats import ASSISTANT, Messages, check_messages, user_turn
 from ..data.tokenizer import Tokenizer
 from ..nn.forward_context import Pass, Rows
 from ..nn.heads import Angles

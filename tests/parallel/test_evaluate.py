@@ -11,7 +11,8 @@ from fugaku_megatron.cli.parser import Parser
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.data.chat_dataset import ChatDataset
 from fugaku_megatron.data.chat_files import ChatFiles, unsigned
-from fugaku_megatron.data.chats import Chat, ChatTemplate
+from fugaku_megatron.data.chat_template import ChatTemplate
+from fugaku_megatron.data.chats import Chat
 from fugaku_megatron.data.dataset import DatasetConfig
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
 from fugaku_megatron.data.library_tokenizers import HuggingFaceTokenizer, NullTokenizer

@@ -25,21 +25,17 @@ from fugaku_megatron.data.chat_dataset import (
     lost_lines,
     packing_lines,
 )
+from fugaku_megatron.data.chat_examples import decode_trained
 from fugaku_megatron.data.chat_files import ChatFiles, ChatWriter, signed, unsigned
-from fugaku_megatron.data.chats import (
-    Chat,
-    ChatTemplate,
-    read_chat,
-    shown,
-    training_form,
-    unread_note,
-)
+from fugaku_megatron.data.chat_template import ChatTemplate
+from fugaku_megatron.data.chats import Chat, read_chat, unread_note
 from fugaku_megatron.data.chats import user_turn as user
 from fugaku_megatron.data.dataset import DatasetConfig
 from fugaku_megatron.data.documents import Document
 from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.data.library_tokenizers import HuggingFaceTokenizer
 from fugaku_megatron.data.marks import COUNTED, FIRST
+from fugaku_megatron.data.training_forms import training_form
 from fugaku_megatron.run.dry_run import report
 from tests.checks.chats import (
     CHATML,
@@ -134,7 +130,7 @@ def rendered(tokenizer, template: str | None, record: dict) -> str:
     tokens = ChatTemplate(tokenizer, template).encode(
         read_chat(Document("a.jsonl", 1, json.dumps(record).encode()))
     )
-    return shown(tokens, tokenizer.decode, colour=False)
+    return decode_trained(tokens, tokenizer.decode, colour=False)
 
 
 CASES = {
@@ -470,7 +466,7 @@ def test_the_tokens_that_end_an_answer_and_its_prompt(tokenizer):
 
 def test_texts_of_any_kind_are_printed_without_commands_for_the_terminal(tokenizer):
     ids = np.array(tokenizer.encode("a\x1b[2Jb" + "x" * 1000), np.int32)
-    text = shown(signed(ids, np.arange(len(ids)) < 3), tokenizer.decode, colour=True)
+    text = decode_trained(signed(ids, np.arange(len(ids)) < 3), tokenizer.decode, colour=True)
     assert (
         text.startswith("\033[32ma\N{REPLACEMENT CHARACTER}[\033[0m2Jbx")
         and " ... " in text

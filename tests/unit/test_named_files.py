@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fugaku_megatron.config.yaml_file import read_yaml
-from fugaku_megatron.data.chats import read_template
+from fugaku_megatron.data.chat_template import read_template
 from fugaku_megatron.data.data_flags import listed_data
 from fugaku_megatron.data.library_tokenizers import load_pieces
 from fugaku_megatron.data.template_process import LARGEST_TEMPLATE

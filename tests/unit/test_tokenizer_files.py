@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from fugaku_megatron.data.chat_files import unsigned
-from fugaku_megatron.data.chats import Chat, ChatTemplate, user_turn
+from fugaku_megatron.data.chat_template import ChatTemplate
+from fugaku_megatron.data.chats import Chat, user_turn
 from fugaku_megatron.data.tokenizer import TokenizerFlags
 from fugaku_megatron.text.named_files import FIRST_BYTES
 from tests.tokenizer_files import make
