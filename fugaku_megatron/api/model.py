@@ -18,8 +18,9 @@ from ..config.model import ModelConfig
 from ..config.precision import PrecisionConfig
 from ..config.run_config import RunConfig
 from ..config.training import BatchConfig
-from ..convert.convert_command import open_weights, whole
 from ..convert.hugging_face import save_hugging_face
+from ..convert.new_directory import new_directory
+from ..convert.open_weights import open_weights
 from ..convert.weights import Weights
 from ..data.tokenizer import Tokenizer, TokenizerFlags
 from ..inference.generation import PromptEncoder, Sampling, steps
@@ -238,5 +239,5 @@ class Model:
             lambda name: weights[name][: rows[name]],
             self._weights.carried,
         )
-        with whole("save_hf", os.fspath(directory)) as target:
+        with new_directory("save_hf", os.fspath(directory)) as target:
             save_hugging_face(in_memory, target, SHARD_BYTES)

@@ -20,7 +20,7 @@ from ..comm.base import Comm
 from ..config.fields import check
 from ..config.model import architecture
 from ..config.run_config import RunConfig
-from ..convert.convert_command import open_weights
+from ..convert.open_weights import open_weights
 from ..convert.weights import Weights
 from ..run.checkpoint_source import Resume, find_checkpoint, open_pretrained
 from ..run.plan import Plan

@@ -11,190 +11,26 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
-import platform
 import re
-import shutil
-import uuid
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from ..checkpoint.manifest import (
-    CARRIED,
-    MEGATRON_FILES,
-    MEGATRON_LEGACY,
-    TORCH_DIST,
-    TRACKER,
-    existing_iteration,
-    fsync,
-    iteration_name,
-    own_checkpoint,
-)
+from ..checkpoint.manifest import CARRIED, existing_iteration
 from ..cli.arguments import model_flags
-from ..comm.agreement import describe
 from ..config.fields import check, check_positive, flag, flag_words
 from ..host import allocator
 from ..start import environment
-from ..text.named_files import about
 from .carried_files import carry, check_carried, set_chat_template
 from .gguf_file import TYPES, save_gguf
 from .gguf_tokenizer import INEXACT
 from .hugging_face import open_hugging_face, save_hugging_face
+from .new_directory import check_new, new_directory
+from .open_weights import open_megatron, open_weights
 from .own_checkpoint import BASE_FLAG, open_own, save_own
 from .peft import open_peft, save_peft
-from .rules import FILE
 from .weights import DTYPES, Weights, adapter_shapes, shapes
-
-
-def open_megatron(
-    directory: str,
-    iteration: int | None,
-    vocab_size: int | None,
-    ignored: Collection[str] = (),
-    source: str = "--from-megatron",
-) -> Weights:
-    """Open the latest checkpoint in `directory`, or `iteration`, or raise ValueError.
-
-    vocab_size: number of tokens, if the checkpoint does not state it
-    ignored: saved arguments that do not change the model
-    source: flags before the directory in a message
-    """
-    # with torch.distributed, which takes a second to load and which no other format needs
-    from .megatron import open_dist
-    from .megatron_legacy import open_legacy
-
-    with about(f"{source} {directory}"):
-        path = _iteration(Path(directory), iteration)
-        if (path / TORCH_DIST).exists():
-            return open_dist(path, vocab_size, ignored)
-        check(
-            any(path.glob(MEGATRON_LEGACY)),
-            f"{path} holds neither {MEGATRON_LEGACY} nor {TORCH_DIST}",
-        )
-        return open_legacy(path, vocab_size, ignored)
-
-
-def _iteration(directory: Path, iteration: int | None) -> Path:
-    check(directory.is_dir(), "is not a directory")
-    if iteration is not None:
-        return directory / iteration_name(iteration)
-    if (directory / TORCH_DIST).exists() or any(directory.glob(MEGATRON_LEGACY)):
-        return directory
-    tracker = directory / TRACKER
-    check(
-        tracker.is_file(),
-        f"{TRACKER} is not there: pass the directory that holds it, or that of an iteration",
-    )
-    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-    check(
-        text == "release" or text.isdecimal(),
-        f"{tracker} should hold an iteration or release, it holds {text!r:.40}",
-    )
-    return directory / (text if text == "release" else iteration_name(int(text)))
-
-
-def open_weights(
-    directory: str,
-    iteration: int | None = None,
-    vocab_size: int | None = None,
-    base: str | None = None,
-) -> Weights:
-    """Open weights in any supported format; arguments as `open_megatron` and `open_own`.
-
-    Raise ValueError for another directory, and for missing or damaged parts.
-    """
-    path = Path(directory)
-    check(
-        path.is_dir(),
-        f"{directory} is not a directory: pass a checkpoint of this program or of Megatron-LM, or a directory of "
-        "Hugging Face",
-    )
-    try:
-        if own := own_checkpoint(directory, iteration):
-            return open_own(*own, base, open_weights)
-        check(base is None, f"{directory} holds no adapters: leave {BASE_FLAG} {base} out")
-        if (path / FILE).is_file():
-            return open_hugging_face(directory)
-        kinds = (TRACKER, *MEGATRON_FILES, "iter_*")
-        check(
-            any(any(path.glob(kind)) for kind in kinds),
-            f"{directory} holds no checkpoint of this program or of Megatron-LM "
-            f"({TRACKER} is not there) and no model of Hugging Face ({FILE} is not there)",
-        )
-        return open_megatron(directory, iteration, vocab_size)
-    except ValueError as error:
-        raise ValueError(re.sub("^--(load|from-hf|from-megatron) ", "", str(error))) from error
-
-
-def check_new(flag: str, target: str, file: bool = False) -> None:
-    """Raise ValueError unless `target`, the flag's value, is absent or an empty directory.
-
-    file: `target` will be a file
-    """
-    path = Path(target)
-    check(target != "", f"{flag} is empty: pass a {'file' if file else 'directory'}")
-    if file:
-        check(
-            not os.path.lexists(path),
-            f"{flag} {target} exists: pass a new file, so that nothing is replaced",
-        )
-        return
-    check(not path.exists() or path.is_dir(), f"{flag} {target} is a file: pass a directory")
-    check(
-        not path.exists() or not any(path.iterdir()),
-        f"{flag} {target} is not empty: pass a new directory, so that nothing is replaced",
-    )
-
-
-@contextmanager
-def whole(flag: str, directory: str, file: bool = False) -> Iterator[Path]:
-    """Write a new directory that appears complete or not at all.
-
-    file: `directory` is a file; the block writes a file with its name into the new directory
-
-    Refuses a second concurrent block for one directory. Raise ValueError, one line with the flag,
-    as `check_new` and if nothing can be written.
-    """
-    check_new(flag, directory, file)
-    final = Path(directory).absolute()
-    aside = final.with_name(f"{_prefix(final)}{os.getpid()}.{uuid.uuid4().hex}")
-    written = aside / final.name if file else aside
-    try:
-        for path in _abandoned(final):
-            shutil.rmtree(path, ignore_errors=True)
-        aside.mkdir(parents=True)
-        yield aside
-        fsync(written)
-        check_new(flag, directory, file)
-        written.replace(final)
-        fsync(final.parent)
-    except OSError as error:
-        raise ValueError(
-            f"{flag} {directory}: {describe(error)}: pass another directory"
-        ) from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _prefix(final: Path) -> str:
-    return f".{final.name}.converting.{platform.node()}."
-
-
-def _abandoned(final: Path) -> list[Path]:
-    prefix = _prefix(final)
-    found = []
-    for path in final.parent.glob(".*"):
-        process = path.name.removeprefix(prefix).split(".")[0]
-        if path.name.startswith(prefix) and process.isdecimal():
-            if not psutil.pid_exists(int(process)):
-                found.append(path)
-    return found
-
 
 TRANSFORMER_ENGINE = "transformer_engine"
 LEGACY_FORMAT = "torch"
@@ -548,7 +384,7 @@ def main(options: argparse.Namespace) -> int:
         weights = replace(weights, carried=Path(options.hf_files))
     check_carried(weights.carried)
     target = getattr(options, destination)
-    with whole(flag(destination), target, destination == "to_gguf") as directory:
+    with new_directory(flag(destination), target, destination == "to_gguf") as directory:
         DESTINATIONS[destination](weights, directory, options)
         if options.chat_template is not None and destination != "to_gguf":
             folder = directory / CARRIED if destination == "save" else directory

@@ -17,260 +17,37 @@ writes chats.bin, .idx and .mask for train --sft. Not supported: sentence splitt
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import shlex
-import signal
 import sys
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass
-from datetime import timedelta
-from functools import cache, partial
-from itertools import islice
+from dataclasses import astuple
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from .chat_files import ChatFiles, ChatWriter
-from .chats import ChatTemplate, examples, read_chat, read_template, unread_note
+from .chats import examples, read_template, unread_note
 from .data_flags import parse_split, split_documents
-from .document_order import DocumentTokens
-from .documents import (
-    Document,
-    Place,
-    Skipped,
-    add_input_arguments,
-    document_texts,
-    input_files,
-    read_documents,
-)
+from .documents import Skipped, add_input_arguments, input_files
+from .encoder import Job, encode_all, encoder_of
 from .files import say
 from .gpt2_files import gpt2_files
 from .gpt2_tokenizer import GPT2BPETokenizer
 from .indexed import IndexedDatasetWriter, best_dtype
-from .library_tokenizers import HuggingFaceTokenizer
-from .tables import CHAT, Columns
+from .progress import Progress
+from .tables import CHAT
 from .tokenizer import TokenizerFlags, add_tokenizer_flags
 from .tokenizer_identity import identity, write_identity
 from .unfinished import Unfinished
 
-BATCH_BYTES = (
-    2**18
-)  # of text handed to a worker at a time: enough to hide the hand-over, little enough to balance
 # documents from which on 0.1 %, or 10 %, of them are enough to measure a loss
 MANY = 10_000
 SOME = 20
 WORKER_BYTES = 2**20  # of input for each worker that is started by default
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
 # more workers than both start for minutes, or never
 MAX_WORKERS_PER_CPU = 8
 MIN_LIMIT_OF_WORKERS = 64
-BATCHES_AHEAD = 4  # per worker, which bounds the memory that input and results in waiting take
-
-
-@dataclass(frozen=True)
-class Job:
-    """Worker arguments. keys: JSON keys in output order. chat: documents are chats."""
-
-    flags: TokenizerFlags
-    keys: tuple[str, ...]
-    append_eod: bool
-    chat: bool = False
-    chat_template: str | None = None  # the text; None: the tokenizer's
-    skip_invalid: bool = False
-
-    @property
-    def columns(self) -> Columns:
-        return CHAT if self.chat else Columns(self.keys)
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Tokenized batch: per key token ids and document lengths, both (n,); bytes of text; end
-    position.
-
-    read: bytes of the last file read
-    """
-
-    texts: list[DocumentTokens]
-    size: int
-    after: Place
-    read: int
-    skipped: Skipped
-    unread: frozenset[str]
-
-
-class Encoder:
-    """Document tokenizer, in a worker or this process. A chat has one key, encoded as
-    `chat_files.signed`.
-    """
-
-    def __init__(self, job: Job):
-        self.job = job
-        self.tokenizer = job.flags.build()
-        self.template = ChatTemplate(self.tokenizer, job.chat_template) if job.chat else None
-        self.dtype = np.dtype(np.int32) if job.chat else best_dtype(self.tokenizer.vocab_size)
-        self._unread: set[str] = set()
-
-    def encode(self, documents: list[Document]) -> Encoded:
-        skipped = Skipped(self.job.skip_invalid)
-        self._unread.clear()
-        read: Callable[[Document], list[Any]] = partial(document_texts, keys=self.job.keys)
-        if self.template:
-            read = self._chat
-        found = [*skipped.read(documents, read, kind="chats" if self.template else "documents")]
-        of_keys: list[Any] = [[] for _ in self.job.keys]
-        if found:
-            of_keys = [*zip(*found)]
-        ids = of_keys if self.template else [self._tokens(texts) for texts in of_keys]
-        texts = [
-            (
-                np.concatenate([np.empty(0, self.dtype), *of_key]).astype(self.dtype),
-                np.array([len(each) for each in of_key], "i"),
-            )
-            for of_key in ids
-        ]
-        return Encoded(
-            texts,
-            sum(len(document.raw) for document in documents),
-            documents[-1].after,
-            documents[-1].read,
-            skipped=skipped,
-            unread=frozenset(self._unread),
-        )
-
-    def _chat(self, document: Document) -> list[np.ndarray]:
-        assert self.template
-        chat = read_chat(document)
-        self._unread |= self.template.unread(chat)
-        return [self.template.encode(chat)]
-
-    def _tokens(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
-        if isinstance(self.tokenizer, HuggingFaceTokenizer):
-            found = self.tokenizer.encode_many(texts)
-        else:
-            found = [self.tokenizer.encode(text) for text in texts]
-        eod = self.tokenizer.eod
-        if self.job.append_eod and eod is not None:
-            for ids in filter(None, found):  # an empty document stays empty
-                ids.append(eod)
-        return [np.array(ids, self.dtype) for ids in found]
-
-
-@cache
-def _encoder(job: Job) -> Encoder:
-    return Encoder(job)
-
-
-def _encode(job: Job, documents: list[Document]) -> Encoded:
-    return _encoder(job).encode(documents)
-
-
-def _start_worker() -> None:
-    """Make a worker exit with its parent, also if that is killed, use one core, and ignore Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    if hasattr(library := ctypes.CDLL(None), "prctl"):
-        library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document.raw)
-        if size >= BATCH_BYTES:
-            yield batch
-            batch = []
-            size = 0
-    if batch:
-        yield batch
-
-
-def encode_all(
-    job: Job, paths: list[str], workers: int, start: Place, skipped: Skipped | None = None
-) -> Iterator[Encoded]:
-    """Yield every batch's `Encoder.encode` in order, by `workers` processes (1: this one)."""
-    work = batches(read_documents(paths, job.columns, start, skipped))
-    if workers == 1:
-        yield from map(partial(_encode, job), work)
-        return
-    pool = ProcessPoolExecutor(workers, initializer=_start_worker)
-    submitted = (pool.submit(_encode, job, batch) for batch in work)
-    try:  # Executor.map would read all documents at once
-        running = deque(islice(submitted, workers * BATCHES_AHEAD))
-        while running:
-            yield running.popleft().result()
-            running.extend(islice(submitted, 1))
-    except BrokenProcessPool:
-        raise ValueError(
-            "a worker process died, most likely for lack of memory; use fewer --workers"
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-class Progress:
-    """Progress bar if stderr is a terminal and tqdm is installed, else a line every `interval`
-    documents.
-
-    Percent and remaining time refer to compressed input bytes; MB/s to text.
-    """
-
-    def __init__(self, work: Unfinished, total: int, interval: int):
-        self._work = work
-        self._total = total
-        self._interval = interval
-        self._first = work.journal
-        self._read = work.bytes_read(work.journal.place)
-        self._begin = self._read
-        self._due = self._first.documents + interval
-        self._began = time.perf_counter()
-        self._bar = None
-        if sys.stderr.isatty():
-            try:
-                from tqdm import tqdm
-
-                self._bar = tqdm(
-                    total=total, initial=self._read, unit="B", unit_scale=True, desc="tokenizing"
-                )
-            except ImportError:
-                pass
-
-    def update(self, batch: Encoded) -> None:
-        before = self._read
-        self._read = self._work.bytes_read(batch.after, batch.read)
-        documents = self._work.journal.documents
-        if self._bar is not None:
-            self._bar.update(self._read - before)
-        elif documents >= self._due:
-            self._due = (documents // self._interval + 1) * self._interval
-            say(self.line())
-
-    def line(self) -> str:
-        now = self._work.journal
-        seconds = time.perf_counter() - self._began
-        documents = now.documents - self._first.documents
-        size = now.size - self._first.size
-        left = ""
-        if self._begin < self._read < self._total:
-            remaining = seconds * (self._total - self._read) / (self._read - self._begin)
-            left = f", {timedelta(seconds=round(remaining))} left"
-        return (
-            f"Processed {now.documents} documents, {sum(now.tokens)} tokens ({documents / seconds:.1f} docs/s, "
-            f"{size / seconds / 1e6:.3f} MB/s), {self._read / max(1, self._total):.0%}{left}"
-        )
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
 
 
 def check_numbers(args: argparse.Namespace) -> None:
@@ -303,7 +80,7 @@ def preprocess(args: argparse.Namespace) -> None:
     total = sum(Path(path).stat().st_size for path in files)
     job = _job(args)
     workers = args.workers or max(1, min(len(os.sched_getaffinity(0)), total // WORKER_BYTES))
-    encoder = _encoder(job)  # fails before any work
+    encoder = encoder_of(job)  # fails before any work
     if args.append_eod and encoder.tokenizer.eod is None:
         raise ValueError(
             f"--append-eod: the tokenizer of --tokenizer-model {args.tokenizer_model} has no token that ends a text; "

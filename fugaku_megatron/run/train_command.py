@@ -124,7 +124,7 @@ def with_checkpoint_model(values: FieldValues) -> FieldValues:
 
 def _megatron_model(load: str, step: int | None, values: FieldValues) -> FieldValues:
     """Return the model that a checkpoint of Megatron-LM describes; with a tokenizer's files its vocabulary."""
-    from ..convert.convert_command import open_megatron  # with torch
+    from ..convert.open_weights import open_megatron  # with torch
 
     vocab_size = values.get("vocab_size")
     source = "--use-checkpoint-args --load"

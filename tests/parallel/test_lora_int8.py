@@ -12,7 +12,7 @@ import fugaku_megatron as fm
 from fugaku_megatron.cli import program
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.convert.convert_command import open_weights
+from fugaku_megatron.convert.open_weights import open_weights
 from fugaku_megatron.costs.memory import frozen_bytes
 from fugaku_megatron.data.sampler import fetch
 from fugaku_megatron.nn.q8_weight import Q8Weight, scales_of

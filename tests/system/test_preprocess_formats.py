@@ -13,7 +13,7 @@ import time
 import psutil
 import pytest
 
-from fugaku_megatron.data import document_order, preprocess, unfinished
+from fugaku_megatron.data import document_order, encoder, unfinished
 from fugaku_megatron.data.documents import input_files, read_documents
 from fugaku_megatron.data.tables import CHAT, Columns
 from tests.helpers import flip_bit
@@ -105,7 +105,7 @@ def refused(errors, *said):
 @pytest.fixture
 def short_batches(monkeypatch):
     """Small batches, each recorded."""
-    monkeypatch.setattr(preprocess, "BATCH_BYTES", 5000)
+    monkeypatch.setattr(encoder, "BATCH_BYTES", 5000)
     monkeypatch.setattr(unfinished, "JOURNAL_SECONDS", 0.0)
 
 
@@ -269,10 +269,10 @@ def test_two_processes_do_not_write_one_prefix(tmp_path, run):
 KILLED = """
 import sys, time
 from fugaku_megatron.cli import program
-from fugaku_megatron.data import preprocess, unfinished
+from fugaku_megatron.data import encoder, unfinished
 if sys.argv[1] == "never ends":
     unfinished.Unfinished.finish = lambda *_: time.sleep(600)
-preprocess.BATCH_BYTES, unfinished.JOURNAL_SECONDS = 2000, 0
+encoder.BATCH_BYTES, unfinished.JOURNAL_SECONDS = 2000, 0
 program.main(sys.argv[2:])
 """
 

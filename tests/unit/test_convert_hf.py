@@ -29,8 +29,8 @@ from fugaku_megatron.config.run_config import RunConfig, saved_run
 from fugaku_megatron.config.training import BatchConfig
 from fugaku_megatron.convert import convert_command
 from fugaku_megatron.convert.config_json import plain_config, read_config
-from fugaku_megatron.convert.convert_command import whole
 from fugaku_megatron.convert.hugging_face import open_hugging_face
+from fugaku_megatron.convert.new_directory import new_directory
 from fugaku_megatron.convert.tensor_mapping import in_their_shape, tensor_mappings
 from fugaku_megatron.costs.parameters import model_parameters
 from fugaku_megatron.inference.generation import Decoder
@@ -1011,9 +1011,9 @@ def test_what_a_killed_conversion_left_is_removed_and_other_directories_stay(sou
 def test_two_conversions_into_one_directory_do_not_disturb_each_other(tmp_path):
     """Start the second while the first writes. The first to end gets the name, and the other is refused."""
     with pytest.raises(ValueError, match=r"--save .*ours is not empty: pass a new directory"):
-        with whole("--save", str(tmp_path / "ours")) as first:
+        with new_directory("--save", str(tmp_path / "ours")) as first:
             (first / "weights").write_text("first")
-            with whole("--save", str(tmp_path / "ours")) as second:
+            with new_directory("--save", str(tmp_path / "ours")) as second:
                 (second / "weights").write_text("second")
             assert (first / "weights").read_text() == "first"
     assert (tmp_path / "ours" / "weights").read_text() == "second" and len(

@@ -29,9 +29,9 @@ from fugaku_megatron.convert import megatron_arguments, peft
 from fugaku_megatron.convert.architectures import ARCHITECTURES, LLAMA, ONLY
 from fugaku_megatron.convert.config_fields import IGNORED, IGNORED_OF, read_fields
 from fugaku_megatron.convert.config_json import read_config
-from fugaku_megatron.convert.convert_command import open_weights
 from fugaku_megatron.convert.hugging_face import open_hugging_face
 from fugaku_megatron.convert.megatron_pickles import load_metadata, load_pickled
+from fugaku_megatron.convert.open_weights import open_weights
 from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.run.checkpoint_source import matrices
 from tests.file_damage import damages
