@@ -38,7 +38,8 @@ from fugaku_megatron.convert.config_json import architecture_of, config_of
 from fugaku_megatron.convert.tensor_mapping import in_their_shape, tensor_mappings
 from fugaku_megatron.costs.vocabulary import padded_vocab_size
 from fugaku_megatron.data.dataset import MockDataset
-from fugaku_megatron.data.sampler import Prefetcher, micro_batches
+from fugaku_megatron.data.prefetcher import Prefetcher
+from fugaku_megatron.data.sampler import micro_batches
 from fugaku_megatron.host import allocator
 from fugaku_megatron.nn.model import Stage
 from fugaku_megatron.nn.ops import Ops

@@ -6,30 +6,25 @@ compressed, tables (a JSON object a row), and folders.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from ..text.named_files import FIRST_BYTES, POINTER, JsonObject, unreadable
-from .compressed_text import head_of, lines, text_blocks
+from ..text.named_files import JsonObject
+from .compressed_text import lines, text_blocks
 from .files import say
-from .formats import LINES, TABLES, TEXT_FILE, VALUES, Form, check_table, form_of
+from .formats import LINES, TABLES, VALUES, Form, form_of
 from .input_errors import NeverSkipped
 from .json_values import values
-from .tables import TEXT, Columns, rows, saved_files
+from .tables import TEXT, Columns, rows
 
 T = TypeVar("T")
-UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # how a text in UTF-16 begins
-LOOKED_AT = 4096  # bytes at the beginning of a file, of which none may be zero
 CONVERT = "pass text in UTF-8, as iconv -t UTF-8 writes it"
 SKIP = "--skip-invalid"
 NAMED = 5  # files that a warning names
-UNFINISHED = ".unfinished"  # ends the name of a folder in which preprocess keeps tokens, which may lie in that of the input
 
 
 class Place(NamedTuple):
@@ -113,153 +108,6 @@ class Skipped:
         counts = [f"{count} {word}" for word, count in numbers.items() if count]
         more = ", ..." if self.files + self.records > len(self.reasons) else ""
         return f"warning: {SKIP} left out {' and '.join(counts)} ({'; '.join(self.reasons)}{more})"
-
-
-def add_input_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        help="plain text files of one document each, JSON lines (.jsonl, .ndjson, .jsonlines, or any name), .json files "
-        "of an array of objects, these also as .gz and .zst, .parquet files, folders of these, and folders of Hugging "
-        "Face's save_to_disk",
-    )
-    parser.add_argument(
-        "--json-keys",
-        nargs="+",
-        default=["text"],
-        help="keys of the JSON objects, or columns of the tables, that hold text (default: text)",
-    )
-    parser.add_argument(
-        SKIP,
-        action="store_true",
-        help="leave out files that are not text, and lines, rows and chats that cannot be read, and say how many; without it "
-        "the first of them ends the command",
-    )
-
-
-def input_files(
-    inputs: Sequence[str],
-    json_keys: Sequence[str],
-    columns: Columns | None = None,
-    skipped: Skipped | None = None,
-) -> list[str]:
-    """Return the --input files in order; folders recursively by name, without hidden files.
-
-    skipped: takes files that are not text
-
-    Raises ValueError, before any work, for unreadable or unsupported inputs, missing columns and
-    packages, and json_keys other than text for plain text.
-    """
-    if len(set(json_keys)) < len(json_keys):
-        raise ValueError(f"--json-keys {' '.join(json_keys)}: a key is named twice")
-    wanted = columns or Columns(tuple(json_keys))
-    forms: dict[str, Form] = {}
-    files = []
-    for name in inputs:
-        folder = os.path.isdir(name)
-        found = [
-            path
-            for path in map(_readable, _folder_files(name) if folder else [name])
-            if _is_text(path, name, wanted, skipped, forms)
-        ]
-        if folder and not wanted.needed:  # chats, and perhaps a README.md
-            found = _preferred(
-                name,
-                found,
-                lambda path: forms[path].content != TEXT_FILE,
-                kinds=("JSON or tables", "plain text"),
-            )
-        files += found
-    plain = [path for path in files if forms[path].content == TEXT_FILE]
-    if plain and list(json_keys) != ["text"]:
-        raise ValueError(
-            f"--input {plain[0]} is plain text, but --json-keys asks for {', '.join(json_keys)}; leave it out"
-        )
-    return files
-
-
-def _is_text(
-    path: str, name: str, columns: Columns, skipped: Skipped | None, forms: dict[str, Form]
-) -> bool:
-    """Record a file's form; return False if it is skipped."""
-    try:
-        forms[path] = _checked_form(path, name, columns)
-        return True
-    except NeverSkipped:
-        raise
-    except ValueError as error:
-        if skipped is None:
-            raise
-        skipped.add_file(error)
-        return False
-
-
-def _checked_form(path: str, name: str, columns: Columns) -> Form:
-    with open(path, "rb") as stream:
-        begin = stream.read(LOOKED_AT)
-    if begin.startswith(FIRST_BYTES):
-        raise ValueError(f"--input {path}: {POINTER}")
-    form = form_of(path, columns)
-    if form.content in TABLES:
-        check_table(path, form, begin, columns)
-        return form
-    head = head_of(path, form.packed, LOOKED_AT)[0][:LOOKED_AT] if form.packed else begin
-    if head.startswith(UTF_16):
-        raise ValueError(f"--input {path}: is text in UTF-16: {CONVERT}")
-    if b"\0" in head and path != name:
-        raise ValueError(f"--input {name}: {path} is not text (it holds a zero byte): move it away")
-    if b"\0" in head:
-        raise ValueError(f"--input {path}: is not text (it holds a zero byte): {CONVERT}")
-    return form
-
-
-def _preferred(
-    folder: str, files: list[str], is_preferred: Callable[[str], bool], kinds: tuple[str, str]
-) -> list[str]:
-    chosen = [path for path in files if is_preferred(path)]
-    others = [path for path in files if not is_preferred(path)]
-    if chosen and others:
-        say(
-            f"note: --input {folder} has {kinds[0]}, so {len(others)} {kinds[1]} files in it are not read, such as "
-            f"{others[0]}"
-        )
-    return chosen or files
-
-
-def _readable(path: str) -> str:
-    reason = unreadable(path)
-    if reason and reason != POINTER:  # a pointer is left out as other files that are not text are
-        raise ValueError(
-            f"--input {path}: "
-            + (f"cannot be read: {reason}" if os.path.lexists(path) else "no such file")
-        )
-    return path
-
-
-def _folder_files(folder: str) -> list[str]:
-    files = []
-    for place, folders, names in os.walk(folder, onerror=_raise):
-        folders[:] = sorted(
-            name for name in folders if not name.startswith(".") and not name.endswith(UNFINISHED)
-        )
-        files += [
-            os.path.join(place, name)
-            for name in saved_files(place, names) or sorted(names)
-            if not name.startswith(".")
-        ]
-    if not files:
-        raise ValueError(f"--input {folder}: no file in this folder")
-    return _preferred(
-        folder,
-        files,
-        lambda path: Path(path).suffix.lower() in TABLES,
-        kinds=("tables", "other"),
-    )
-
-
-def _raise(error: OSError) -> None:
-    raise ValueError(f"--input {error.filename}: cannot be read: {error.strerror}") from None
 
 
 def read_documents(

@@ -31,12 +31,13 @@ from .chat_files import ChatFiles, ChatWriter
 from .chat_template import read_template
 from .chats import unread_note
 from .data_flags import parse_split, split_documents
-from .documents import Skipped, add_input_arguments, input_files
+from .documents import Skipped
 from .encoder import Job, encode_all, encoder_of
 from .files import say
 from .gpt2_files import gpt2_files
 from .gpt2_tokenizer import GPT2BPETokenizer
 from .indexed import IndexedDatasetWriter, best_dtype
+from .input_files import add_input_arguments, input_files
 from .progress import Progress
 from .tables import CHAT
 from .tokenizer import TokenizerFlags, add_tokenizer_flags

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from ..text.named_files import unreadable
-from .documents import Skipped, add_input_arguments, document_texts, input_files, read_documents
+from .documents import Skipped, document_texts, read_documents
 from .files import say
 from .gpt2_tokenizer import EOD_TOKEN, bytes_to_unicode
+from .input_files import add_input_arguments, input_files
 from .optional_packages import optional_package
 from .tables import Columns
 

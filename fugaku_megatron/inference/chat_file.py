@@ -10,7 +10,8 @@ from ..config.fields import check
 from ..data.chat_files import unsigned
 from ..data.chat_template import ChatTemplate
 from ..data.chats import read_chat
-from ..data.documents import input_files, read_documents
+from ..data.documents import read_documents
+from ..data.input_files import input_files
 from ..data.tables import CHAT
 from .scoring import Request
 

@@ -12,7 +12,7 @@ from ..config.run_config import RunConfig
 from ..data.dataset import NEW_ORDER, DataOrder, Dataset, MockDataset, ValidationSets
 from ..data.index_cache import IN_MEMORY, IndexCache
 from ..data.marks import mark
-from ..data.sampler import ReaderGroup, build_reader_group
+from ..data.reader_group import ReaderGroup, build_reader_group
 from ..data.token_arrays import TokenArrays
 from ..host.allocator import node_bytes
 from ..text.named_files import JsonObject

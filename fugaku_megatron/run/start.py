@@ -17,7 +17,7 @@ from ..comm.grid import Grid, Groups
 from ..comm.node import share_groups
 from ..config.faults import COMPARISON_INTERVAL
 from ..config.run_config import RunConfig
-from ..data.sampler import ReaderGroup
+from ..data.reader_group import ReaderGroup
 from ..data.unchanged import records
 from ..host import allocator, kernels, runtime
 from ..host.allocator import peak_memory_mib

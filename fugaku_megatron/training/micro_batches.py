@@ -20,16 +20,9 @@ from ..data.build import Builder, Datasets, build_datasets, build_separate_datas
 from ..data.dataset import Dataset
 from ..data.index_cache import IndexCache
 from ..data.marks import TokenCounts, document_starts, padding
-from ..data.sampler import (
-    BatchSizes,
-    Prefetcher,
-    ReaderBatches,
-    ReaderGroup,
-    StepSamples,
-    consecutive,
-    first_sample,
-    micro_batches,
-)
+from ..data.prefetcher import Prefetcher
+from ..data.reader_group import ReaderBatches, ReaderGroup
+from ..data.sampler import BatchSizes, StepSamples, consecutive, first_sample, micro_batches
 from ..data.token_arrays import TokenArrays
 from ..nn.forward_context import Documents
 from ..nn.sequence_ranks import own_segments, positions

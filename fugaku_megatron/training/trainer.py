@@ -37,7 +37,7 @@ from ..costs.buckets import zero_shards
 from ..costs.stages import virtual_stage_sizes
 from ..data.dataset import NEW_ORDER, DataOrder, Dataset
 from ..data.marks import TokenCounts
-from ..data.sampler import ReaderGroup
+from ..data.reader_group import ReaderGroup
 from ..data.unchanged import Record, check_unchanged
 from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops

@@ -25,8 +25,9 @@ from fugaku_megatron.checkpoint.verify import check_iteration
 from fugaku_megatron.cli import arguments
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.data.build import Builder, build_datasets
-from fugaku_megatron.data.documents import document_texts, input_files, read_documents
+from fugaku_megatron.data.documents import document_texts, read_documents
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
+from fugaku_megatron.data.input_files import input_files
 from fugaku_megatron.data.tokenizer import TokenizerFlags
 from fugaku_megatron.jobs import check, render
 from fugaku_megatron.observe import log_command, run_log

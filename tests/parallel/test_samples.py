@@ -15,14 +15,9 @@ from fugaku_megatron.config.batches import RampUp, length
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.sample_rules import Skips
 from fugaku_megatron.config.training import TrainingConfig
-from fugaku_megatron.data import sampler
 from fugaku_megatron.data.dataset import MockDataset
-from fugaku_megatron.data.sampler import (
-    ReaderBatches,
-    ReaderGroup,
-    build_reader_group,
-    micro_batches,
-)
+from fugaku_megatron.data.reader_group import ReaderBatches, ReaderGroup, build_reader_group
+from fugaku_megatron.data.sampler import micro_batches
 from fugaku_megatron.run.announce import skip_line
 from fugaku_megatron.run.plan import Plan
 from fugaku_megatron.run.resume import Resume, resume_training
@@ -67,7 +62,7 @@ def test_what_is_handed_out_is_what_each_rank_would_read(dp_ranks):
         return 12 if consumed < 24 else 24
 
     def rank(world):
-        readers = sampler.ReaderGroup(world, dp_ranks)
+        readers = ReaderGroup(world, dp_ranks)
         own = micro_batches(DATA, 0, size, 2, dp_ranks[world.rank], 3)
         with closing(
             ReaderBatches(readers, DATA if readers.reads else None, 0, size, 2, 3)
@@ -89,7 +84,7 @@ def test_an_error_of_the_reader_is_raised():
     def rank(world):
         data = Broken(50, 8, 100, 3) if world.rank == 0 else None
         with closing(
-            ReaderBatches(sampler.ReaderGroup(world, (0, 1)), data, 0, lambda _: 4, 2, 2)
+            ReaderBatches(ReaderGroup(world, (0, 1)), data, 0, lambda _: 4, 2, 2)
         ) as shared:
             shared.begin()
 

@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from fugaku_megatron.data import document_order, encoder, unfinished
-from fugaku_megatron.data.documents import input_files, read_documents
+from fugaku_megatron.data.documents import read_documents
+from fugaku_megatron.data.input_files import input_files
 from fugaku_megatron.data.tables import CHAT, Columns
 from tests.helpers import flip_bit
 

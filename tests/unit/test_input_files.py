@@ -9,7 +9,8 @@ import pytest
 
 from fugaku_megatron.cli import program
 from fugaku_megatron.data import json_values
-from fugaku_megatron.data.documents import Place, Skipped, input_files, read_documents
+from fugaku_megatron.data.documents import Place, Skipped, read_documents
+from fugaku_megatron.data.input_files import input_files
 from fugaku_megatron.data.json_values import values
 from fugaku_megatron.data.tables import CHAT
 
