@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from ..config.fields import check
-from ..data.library_tokenizers import CHAT_TEMPLATE, TEMPLATES, TOKENIZER_CONFIG
+from ..data.hugging_face_tokenizer import CHAT_TEMPLATE, TEMPLATES, TOKENIZER_CONFIG
 from ..text.named_files import unreadable
 from .rules import FILE
 from .tensor_directory import read_json

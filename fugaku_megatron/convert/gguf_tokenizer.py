@@ -16,7 +16,7 @@ from typing import Any
 
 from ..config.fields import check
 from ..data.gpt2_tokenizer import bytes_to_unicode
-from ..data.library_tokenizers import (
+from ..data.hugging_face_tokenizer import (
     CHAT_TEMPLATE,
     PIECES,
     TOKENIZER_CONFIG,

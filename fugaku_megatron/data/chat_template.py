@@ -16,10 +16,11 @@ import numpy as np
 from ..text.named_files import JsonObject, read_text
 from .chat_files import signed, unsigned
 from .chats import ASSISTANT, REASON, REASONING, WEIGHTS, Chat, Messages, user_turn
-from .library_tokenizers import HuggingFaceTokenizer, clean
+from .hugging_face_tokenizer import HuggingFaceTokenizer
 from .template_process import LARGEST_TEMPLATE, TemplateLimit, TemplateRefusal, apply_chat_template
 from .tokenizer import Tokenizer
 from .training_forms import training_form
+from .utf8 import clean
 
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MARK = "fmAnswer7Mark"  # stands for an answer's content, to find where a template puts it

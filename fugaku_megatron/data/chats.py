@@ -10,8 +10,8 @@ from typing import Any
 
 from ..text.named_files import JsonObject, about
 from .documents import Document, read_record
-from .library_tokenizers import clean
 from .tables import CHAT
+from .utf8 import clean
 
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")

@@ -20,8 +20,8 @@ from .chat_template import ChatTemplate
 from .chats import read_chat
 from .document_order import DocumentTokens
 from .documents import Document, Place, Skipped, document_texts, read_documents
+from .hugging_face_tokenizer import HuggingFaceTokenizer
 from .indexed import best_dtype
-from .library_tokenizers import HuggingFaceTokenizer
 from .tables import CHAT, Columns
 from .tokenizer import TokenizerFlags
 

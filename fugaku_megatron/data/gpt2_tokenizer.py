@@ -15,7 +15,7 @@ from pathlib import Path
 import regex
 
 from ..text.named_files import read_text
-from .library_tokenizers import ByteLevelBPE
+from .byte_level_bpe import ByteLevelBPE
 
 EOD_TOKEN = "<|endoftext|>"
 

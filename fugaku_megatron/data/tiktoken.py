@@ -11,7 +11,7 @@ from pathlib import Path
 import regex
 
 from ..text.named_files import read_text
-from .library_tokenizers import ByteLevelBPE
+from .byte_level_bpe import ByteLevelBPE
 
 _WORD_V2 = (
     r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-if TYPE_CHECKING:
-    pass
-
 REMEDY = ": use the tokenizer that was passed to fugaku-megatron preprocess"
+MODEL_REMEDY = "is this --tokenizer-model the model's?"
 
 
 def check_tokens(tokens: np.ndarray, vocab_size: int, source: str, remedy: str = REMEDY) -> None:
@@ -18,3 +14,9 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, source: str, remedy: str =
         raise ValueError(
             f"{source}: token id {wrong} is outside the vocabulary of {vocab_size}{remedy}"
         )
+
+
+def check_range(ids: list[int], vocab_size: int, remedy: str) -> None:
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        raise ValueError(f"token id {wrong} is outside the vocabulary of {vocab_size}: {remedy}")

@@ -12,13 +12,9 @@ from typing import Any, NamedTuple
 
 from .gpt2_files import gpt2_package
 from .gpt2_tokenizer import GPT2BPETokenizer
-from .library_tokenizers import (
-    HuggingFaceTokenizer,
-    JapaneseSentencePiece,
-    NullTokenizer,
-    SentencePieceTokenizer,
-    has_tokenizer,
-)
+from .hugging_face_tokenizer import HuggingFaceTokenizer, has_tokenizer
+from .null_tokenizer import NullTokenizer
+from .sentencepiece_tokenizer import JapaneseSentencePiece, SentencePieceTokenizer
 from .tiktoken import TikTokenizer
 
 Tokenizer = (

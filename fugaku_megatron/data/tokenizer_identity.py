@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from ..text.named_files import JsonObject
-from .library_tokenizers import NullTokenizer
+from .null_tokenizer import NullTokenizer
 from .tokenizer import Tokenizer
 
 SUFFIX = ".tokenizer.json"  # preprocess writes it next to PREFIX.bin; a checkpoint's manifest has the same record in its state

@@ -14,8 +14,9 @@ from fugaku_megatron.data.chat_files import ChatFiles, unsigned
 from fugaku_megatron.data.chat_template import ChatTemplate
 from fugaku_megatron.data.chats import Chat
 from fugaku_megatron.data.dataset import DatasetConfig
+from fugaku_megatron.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
-from fugaku_megatron.data.library_tokenizers import HuggingFaceTokenizer, NullTokenizer
+from fugaku_megatron.data.null_tokenizer import NullTokenizer
 from fugaku_megatron.inference import evaluate, generate, scoring
 from fugaku_megatron.inference.loading import LoadedModel
 from fugaku_megatron.inference.needles import needle_figures, read_needles

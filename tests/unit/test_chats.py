@@ -32,8 +32,8 @@ from fugaku_megatron.data.chats import Chat, read_chat, unread_note
 from fugaku_megatron.data.chats import user_turn as user
 from fugaku_megatron.data.dataset import DatasetConfig
 from fugaku_megatron.data.documents import Document
+from fugaku_megatron.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from fugaku_megatron.data.indexed import IndexedDataset
-from fugaku_megatron.data.library_tokenizers import HuggingFaceTokenizer
 from fugaku_megatron.data.marks import COUNTED, FIRST
 from fugaku_megatron.data.training_forms import training_form
 from fugaku_megatron.run.dry_run import report

@@ -9,7 +9,7 @@ import torch
 
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.data.chat_template import ChatTemplate
-from fugaku_megatron.data.library_tokenizers import HuggingFaceTokenizer
+from fugaku_megatron.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from fugaku_megatron.inference.generate import converse
 from fugaku_megatron.inference.generation import (
     Conversation,

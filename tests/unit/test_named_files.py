@@ -13,7 +13,7 @@ import pytest
 from fugaku_megatron.config.yaml_file import read_yaml
 from fugaku_megatron.data.chat_template import read_template
 from fugaku_megatron.data.data_flags import listed_data
-from fugaku_megatron.data.library_tokenizers import load_pieces
+from fugaku_megatron.data.sentencepiece_tokenizer import load_pieces
 from fugaku_megatron.data.template_process import LARGEST_TEMPLATE
 from fugaku_megatron.data.tokenizer import TokenizerFlags
 from fugaku_megatron.inference.generation import prompts_of

@@ -11,7 +11,7 @@ import pytest
 from fugaku_megatron.cli import program
 from fugaku_megatron.data import gpt2_files as files_module
 from fugaku_megatron.data import gpt2_tokenizer as module
-from fugaku_megatron.data import library_tokenizers
+from fugaku_megatron.data.byte_level_bpe import CACHE_ENTRIES, CACHE_PIECE
 from fugaku_megatron.data.gpt2_files import gpt2_files
 from fugaku_megatron.data.gpt2_tokenizer import GPT2BPETokenizer, bytes_to_unicode
 from fugaku_megatron.data.indexed import IndexedDataset
@@ -160,9 +160,9 @@ def test_every_byte_and_lone_surrogates(ours):
     )  # minutes if merging were quadratic
     assert ours.decode(ours.encode(text)) == text
     before = ours._cached_merge.cache_info()
-    ours.encode("x" * (library_tokenizers.CACHE_PIECE + 1))
+    ours.encode("x" * (CACHE_PIECE + 1))
     after = ours._cached_merge.cache_info()
-    assert after.maxsize == library_tokenizers.CACHE_ENTRIES and after.currsize == before.currsize
+    assert after.maxsize == CACHE_ENTRIES and after.currsize == before.currsize
     ours.encode(" zyxwvu")
     assert ours._cached_merge.cache_info().currsize == before.currsize + 1
 

@@ -1,0 +1,175 @@
+"""Tokenizers of Hugging Face folders, whose code is never run.
+
+Token ids, vocabulary size and end-of-document id equal Megatron-core's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..text.named_files import unreadable
+from .optional_packages import optional_package
+from .sentencepiece_tokenizer import load_pieces, pieces_kind
+from .utf8 import clean
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+CONFIG = "config.json"  # of the model
+TOKENIZER_JSON = "tokenizer.json"
+PIECES = "tokenizer.model"
+CHAT_TEMPLATE = "chat_template.jinja"
+TEMPLATES = "additional_chat_templates"  # the folder of the templates that have names
+HUGGING_FACE_FILES = (TOKENIZER_CONFIG, TOKENIZER_JSON, PIECES, "vocab.json", "vocab.txt")
+OTHER_FILES = (  # which transformers reads as well
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    CHAT_TEMPLATE,
+)
+PROBE = "a A 0 . é я 日本語"  # a text of which every vocabulary has a character
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in HUGGING_FACE_FILES)
+
+
+def _auto_tokenizer(folder: Path, where: str) -> Any:
+    """Load `AutoTokenizer` without running the folder's code."""
+    transformers = optional_package(
+        "transformers", "huggingface", "--tokenizer-type HuggingFaceTokenizer"
+    )
+    _check_files(folder, where)
+    code = _named_code(folder)
+    verbosity = transformers.logging.get_verbosity()
+    if code:
+        transformers.logging.set_verbosity_error()  # the refusal below says it in one line
+    try:
+        found = transformers.AutoTokenizer.from_pretrained(
+            os.fspath(folder), local_files_only=True, trust_remote_code=False
+        )
+        # Documents are longer than a model's sequence, and that is not a warning.
+        found.model_max_length = sys.maxsize
+        no_tokens = not found(PROBE, add_special_tokens=False).input_ids
+    except Exception as error:  # depends on what is wrong with the files
+        if code and "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{where}: its auto_map asks for {code}, code in the folder, which is never run, and "
+                "transformers has no class of its own for it: save the tokenizer as tokenizer.json, "
+                "and remove auto_map"
+            ) from None
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{where}: cannot be read as a tokenizer ({reason:.200})") from None
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+    if no_tokens:
+        raise ValueError(
+            f"{where}: {type(found).__name__} makes no token of the text {PROBE!r}: its vocabulary is "
+            f"missing or of another kind: pass a folder with {TOKENIZER_JSON}"
+        )
+    return found
+
+
+def _check_files(folder: Path, where: str) -> None:
+    for name in (*HUGGING_FACE_FILES, *OTHER_FILES):
+        if os.path.lexists(folder / name):
+            _check_readable(folder, name, where)
+            if name.endswith(".json"):
+                _check_json(folder / name, where)
+    config = folder / CONFIG  # transformers reads it as well
+    if os.path.lexists(config) and not config.is_file():
+        raise ValueError(f"{where}: {CONFIG} cannot be read ({unreadable(config)})")
+    for path in sorted((folder / TEMPLATES).glob("*")):
+        _check_readable(folder, f"{TEMPLATES}/{path.name}", where)
+    model = folder / PIECES
+    if model.is_file() and not (folder / TOKENIZER_JSON).is_file():
+        kind = pieces_kind(model)
+        if kind == "SentencePiece":
+            load_pieces(model, "--tokenizer-type HuggingFaceTokenizer")
+        if kind is None:
+            raise ValueError(
+                f"{where}: {PIECES} is neither a SentencePiece model nor a file of tiktoken: copy it "
+                f"again, or pass a folder with {TOKENIZER_JSON}"
+            )
+
+
+def _check_readable(folder: Path, name: str, where: str) -> None:
+    if reason := unreadable(folder / name):
+        raise ValueError(f"{where}: {name} cannot be read ({reason})")
+
+
+def _check_json(path: Path, where: str) -> None:
+    reason = ""
+    try:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(contents, dict):
+            reason = f"holds a {type(contents).__name__}, not an object"
+        elif path.name == TOKENIZER_JSON and not isinstance(contents.get("model"), dict):
+            reason = "has no object named model, so that the package tokenizers did not write it"
+    except (OSError, ValueError, RecursionError) as error:
+        reason = f"is not JSON ({error})"
+    if reason:
+        raise ValueError(f"{where}: {path.name} {reason}: copy it again, or pass the right file")
+
+
+def _named_code(folder: Path) -> str | None:
+    for name in (TOKENIZER_CONFIG, CONFIG):
+        try:
+            contents = json.loads((folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            continue
+        named = contents.get("auto_map") if isinstance(contents, dict) else None
+        if isinstance(named, dict):
+            named = named.get("AutoTokenizer") or named.get("AutoConfig")
+        if isinstance(named, list | tuple):
+            named = next((one for one in named if one), None)
+        if named:
+            return f"{named!s:.80}"
+    return None
+
+
+class HuggingFaceTokenizer:
+    """Folder loaded by `AutoTokenizer`, offline, special tokens around a text included as in
+    Megatron-LM.
+
+    vocab_size: len(tokenizer) with added tokens, or the largest id plus 1 if ids are missing
+
+    Source: megatron/core/tokenizers/text/libraries/huggingface_tokenizer.py.
+    """
+
+    name = "HuggingFaceTokenizer"
+    needs = ("tokenizer_model",)  # of the flags
+    options: tuple[str, ...] = ()
+
+    def __init__(self, folder: str | Path):
+        path = Path(folder)
+        if not has_tokenizer(path):
+            raise ValueError(
+                f"--tokenizer-model {folder}: no folder with {' or '.join(HUGGING_FACE_FILES)} in it: pass the folder "
+                "of a model or tokenizer in Hugging Face's form"
+            )
+        self.library = _auto_tokenizer(path, f"--tokenizer-model {folder}")
+        vocabulary = self.library.get_vocab()
+        self.vocab_size = max(len(self.library), 1 + max(vocabulary.values()))
+        eos = self.library.eos_token_id
+        sep = self.library.sep_token_id
+        self.eod: int | None = sep if eos is None else eos
+        self.checksum = zlib.crc32(json.dumps(sorted(vocabulary.items())).encode())
+
+    def encode(self, text: str | bytes) -> list[int]:
+        return list(self.library(clean(text)).input_ids)
+
+    def encode_many(self, texts: Sequence[str | bytes]) -> list[list[int]]:
+        cleaned = [clean(text) for text in texts]
+        return list(self.library(cleaned, return_attention_mask=False).input_ids)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self.library.decode(list(map(int, ids))))
+
+    def count_bytes(self, ids: Iterable[int]) -> int:
+        """Count the text's UTF-8 bytes without special tokens."""
+        return len(self.library.decode(list(map(int, ids)), skip_special_tokens=True).encode())
