@@ -4,7 +4,7 @@
     fugaku-megatron convert --load checkpoints --to-hf my_model
     fugaku-megatron convert --load checkpoints --to-gguf my_model.gguf --gguf-type q8_0
 
-Formats: hugging_face.py, gguf_file.py, megatron.py.
+Formats: hugging_face.py, gguf_file.py, megatron_dist.py, megatron_legacy.py.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _flags(weights: Weights, options: argparse.Namespace) -> list[str]:
 
 
 def _save_megatron(weights: Weights, directory: Path, options: argparse.Namespace) -> None:
-    from .megatron import DistFormat, save_dist
+    from .megatron_dist import DistFormat, save_dist
     from .megatron_legacy import LegacyFormat, save_legacy
 
     engine = options.transformer_impl == TRANSFORMER_ENGINE

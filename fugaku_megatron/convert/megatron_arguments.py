@@ -6,6 +6,7 @@ import argparse
 import functools
 from collections.abc import Collection, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -183,6 +184,15 @@ def model_of(
     model = ModelConfig(**with_layers(values))
     _check_biases(model)
     return model
+
+
+def checked_model(
+    path: Path, given: FieldValues, rows: int, vocab_size: int | None, ignored: Collection[str]
+) -> ModelConfig:
+    try:
+        return model_of(given, rows, vocab_size, ignored)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _check_biases(model: ModelConfig) -> None:

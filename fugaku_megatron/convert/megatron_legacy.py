@@ -25,8 +25,8 @@ from ..config.model import MLP_OF_EXPERTS, ModelConfig
 from ..costs.vocabulary import round_up
 from ..nn.model import OUTPUT, VOCABULARY, WORD_EMBEDDINGS
 from ..nn.parameter import ParameterSpec
-from .megatron import RELEASE, checked_model, padded
-from .megatron_arguments import VERSION, arguments_of, by_name, pattern_of
+from .megatron_arguments import VERSION, arguments_of, by_name, checked_model, pattern_of
+from .megatron_dist import RELEASE, padded
 from .megatron_names import fused_norms, our_name, their_name
 from .megatron_pickles import load_pickled
 from .weights import Weights, at_layer, check_elements, check_rest, layer_of, specs, widest

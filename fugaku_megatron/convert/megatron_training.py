@@ -27,7 +27,7 @@ from ..config.param_schedule import ParamSchedule
 from ..config.precision import PrecisionConfig
 from ..config.run_config import GROUPS
 from ..text.named_files import JsonObject
-from .megatron import STATE, DistReader, Place, dist_reader
+from .megatron_dist import STATE, DistReader, LayerKey, dist_reader
 
 Saved = Mapping[str, Any]  # by Megatron-LM's names
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -142,7 +142,7 @@ class _TrainingReader:
             self.weights.joined(name, parts) if kind else self.weights.weight(name, parts).float()
         )
 
-    def _part(self, kind: str, place: Place) -> Tensor:
+    def _part(self, kind: str, place: LayerKey) -> Tensor:
         files = self.weights.files
         key = self.moments.get((kind, place.key))
         if key is None:

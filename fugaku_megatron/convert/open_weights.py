@@ -36,7 +36,7 @@ def open_megatron(
     source: flags before the directory in a message
     """
     # with torch.distributed, which takes a second to load and which no other format needs
-    from .megatron import open_dist
+    from .megatron_dist import open_dist
     from .megatron_legacy import open_legacy
 
     with about(f"{source} {directory}"):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.manifest import TORCH_DIST_COMMON, TRACKER, write_text
-from ..config.fields import FieldValues, check
+from ..config.fields import check
 from ..config.hybrid import parse_pattern
 from ..config.layer_kinds import MIXERS, LayerKind
 from ..config.model import MLP_OF_EXPERTS, ModelConfig
@@ -34,7 +34,7 @@ from .megatron_arguments import (
     arguments_of,
     by_name,
     check_pattern,
-    model_of,
+    checked_model,
     model_pattern,
     pattern_of,
 )
@@ -61,7 +61,7 @@ _SHARED = ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2")
 _MLP = ("mlp.linear_fc1", "mlp.linear_fc2")
 
 
-class Place(NamedTuple):
+class LayerKey(NamedTuple):
     """Key of a tensor, and the layer in it if layers are stacked."""
 
     key: str
@@ -96,15 +96,6 @@ def dist_reader(
     return reader, {**common, "args": given}
 
 
-def checked_model(
-    path: Path, given: FieldValues, rows: int, vocab_size: int | None, ignored: Collection[str]
-) -> ModelConfig:
-    try:
-        return model_of(given, rows, vocab_size, ignored)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
 def owners_of(path: Path, pattern: str) -> list[int]:
     """Return the layer here of each layer of a HybridModel. Raise ValueError for an unknown symbol."""
     with about(str(path)):
@@ -136,7 +127,7 @@ class DistReader:
     specs: dict[str, ParameterSpec]
     stored: dict[str, str]
 
-    def places(self, name: str) -> list[Place]:
+    def places(self, name: str) -> list[LayerKey]:
         """Return the tensors that a tensor consists of: layers or experts, gates and values."""
         experts = [
             name.replace(".mlp.experts.", f".mlp.experts.{expert}.")
@@ -153,7 +144,7 @@ class DistReader:
             for halves in (("",), ("_w", "_v")):
                 spelled = [(own + half, layer) for own, layer in choice for half in halves]
                 if spelled and all(own in self.stored for own, _ in spelled):
-                    return [Place(self.stored[own], layer) for own, layer in spelled]
+                    return [LayerKey(self.stored[own], layer) for own, layer in spelled]
         raise ValueError(f"{self.files.path} holds no {name}")
 
     def check(self, unused: set[str]) -> None:
