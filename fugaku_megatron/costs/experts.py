@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ..config.model import ACTIVATIONS, ModelConfig
 from ..config.run_config import RunConfig
 from .activations import FP32_BYTES, activation_bytes, residual_bytes, sequence_shards
+from .mlp import mlp_records
 from .records import (
     COMBINE,
     DISPATCH,
@@ -25,16 +25,6 @@ from .records import (
     all_reduce,
     linear,
 )
-
-
-def mlp_width(model: ModelConfig) -> int:
-    """Return a token's elements between the two matmuls, over its experts."""
-    if not model.num_experts:
-        return model.ffn_hidden_size
-    return model.moe_router_topk * (model.moe_ffn_hidden_size or 0) + (
-        model.moe_shared_expert_intermediate_size or 0
-    )
-
 
 # Expert groups of a rank, at most: neither the first dispatch nor the last combine is overlapped.
 EXCHANGED_GROUPS = 8
@@ -303,32 +293,6 @@ def _divided_collectives(run: RunConfig, division: Division) -> MatmulCollective
         into_backward=dispatch[::-1],
         out=(*sent(here, row, group="etp"), *sent(chosen, row)),
         out_backward=(*sent(chosen, row), *sent(here, row, group="etp")),
-    )
-
-
-def mlp_records(run: RunConfig, name: str, width: int, saved_bytes: int = 0) -> Records:
-    """Return both matmuls, named `name`_fc1 and `name`_fc2, and the activation.
-
-    width: of all ranks. saved_bytes: of the input.
-    """
-    model = run.model
-    around = MatmulCollectives.from_run(run)
-    rows = run.tokens_per_microbatch
-    h = model.hidden_size
-    f = width // run.tp
-    fc1 = model.fc1_widths * f
-    biases = (0, 0) if model.disable_bias_linear else (fc1, h)
-    scalars = len(ACTIVATIONS[model.activation].parameters)
-    return (
-        around.column(f"{name}_fc1", (rows, fc1, h), bias=biases[0], saved_bytes=saved_bytes),
-        Record(
-            name=model.activation,
-            parameters=scalars,
-            replicated=scalars,
-            of_heads=scalars,
-            saved_bytes=rows * fc1 * run.element_bytes,
-        ),
-        around.row(f"{name}_fc2", (rows, h, f), bias=biases[1], replicated=biases[1]),
     )
 
 

@@ -21,8 +21,9 @@ from .activations import (
     typical_cp_comm_type,
 )
 from .adapters import with_adapters
-from .experts import expert_records, mlp_records
+from .experts import expert_records
 from .mixers import mixer_costs
+from .mlp import mlp_records
 from .records import MatmulCollectives, Record, Records, all_reduce, linear
 from .vocabulary import vocabulary_rows
 

@@ -26,11 +26,12 @@ from .activations import (
 )
 from .buckets import bucket_elements, bucket_units, unit_elements, updated_elements, zero_shards
 from .context_parallel import key_working_bytes
-from .experts import mlp_width, pair_working_bytes, waiting_bytes
+from .experts import pair_working_bytes, waiting_bytes
 from .int8_moments import scales, unit_segments
 from .layers import layer_records, per_layer
 from .linear_layers import q8_savings
 from .mixers import mixer_costs
+from .mlp import mlp_width
 from .muon import matrix_elements
 from .parameters import stage_parameters
 from .stages import (

@@ -26,6 +26,7 @@ from ..costs.layers import (
     typical_layer,
 )
 from ..costs.mixers import mixer_costs
+from ..costs.mlp import mlp_width
 from ..costs.muon import orthogonalized
 from ..costs.records import (
     COMBINE,
@@ -140,7 +141,7 @@ _NO_MIXER = {"qkv": 0, "context": 0, "scores": 0}
 def _mlp_width(model: ModelConfig, mlp: str | None) -> int:
     if mlp is None:
         return 0
-    return experts.mlp_width(model) if mlp == MLP_OF_EXPERTS else model.ffn_hidden_size
+    return mlp_width(model) if mlp == MLP_OF_EXPERTS else model.ffn_hidden_size
 
 
 def tensors(run: RunConfig, kind: LayerKind | None = None) -> dict[str, int]:
