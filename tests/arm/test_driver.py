@@ -106,7 +106,7 @@ def test_bytes_of_the_table_are_those_of_the_tensors(native, dtype):
         ("attention_backward", (64, 2, 3, 3, 16, 64), ATTENTION_BACKWARD_SHARE),
     ],
 )
-def test_flops_of_attention_are_accountings(native, op, sizes, share):
+def test_flops_of_attention_are_those_of_costs(native, op, sizes, share):
     s, b, heads, _, d, window = sizes
     printed = run(native, f"{op} {' '.join(map(str, sizes))}").stdout
     flops = float(re.search(r"flops (\d+)$", printed, re.MULTILINE)[1])

@@ -140,7 +140,7 @@ def test_operands_that_are_not_given_cost_nothing():
     "b, heads, groups, s, d, window",
     [(1, 12, 12, 1024, 64, None), (3, 14, 2, 2048, 128, 300), (1, 4, 1, 128, 64, 4096)],
 )
-def test_attention_is_counted_as_accounting_counts_it(b, heads, groups, s, d, window):
+def test_attention_is_counted_as_costs_count_it(b, heads, groups, s, d, window):
     """The count by hand: pairs of a query and a key, those on the diagonal half."""
     qkv = torch.empty(s, b, (heads + 2 * groups) * d)
     out = torch.empty(s, b, heads * d)
@@ -155,7 +155,7 @@ def test_attention_is_counted_as_accounting_counts_it(b, heads, groups, s, d, wi
     assert backward == ATTENTION_BACKWARD_SHARE * forward
 
 
-def test_linear_layers_are_counted_as_accounting_counts_them():
+def test_linear_layers_are_counted_as_costs_count_them():
     for record in layer_records(small_run()):
         if record.gemm and record.name != "attention":
             m, n, k = record.gemm

@@ -7,7 +7,7 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config import model as model_module
 from fugaku_megatron.nn.forward_context import Pass
 from fugaku_megatron.nn.ops import Ops
-from tests.checks.accounting import check_bytes, check_flops, check_kept, check_parameters
+from tests.checks.costs import check_bytes, check_flops, check_kept, check_parameters
 from tests.helpers import TP2, TP2PP2, assert_near, make_trainer, small_run, train
 from tests.llama_models import FAMILIES, copy_to, shaped_like_theirs, theirs
 from tests.threads import ThreadWorld

@@ -30,14 +30,6 @@ from fugaku_megatron.planner import software, work
 from fugaku_megatron.run.loop import Session
 from fugaku_megatron.training import expert_counts
 from fugaku_megatron.training.trainer import Trainer
-from tests.checks.accounting import (
-    check_bytes,
-    check_flops,
-    check_kept,
-    check_parameters,
-    expected_traffic,
-    held_bytes,
-)
 from tests.checks.allocations import (
     MICROBATCHES,
     MODEL,
@@ -45,6 +37,14 @@ from tests.checks.allocations import (
     allocated_peak,
     check_peak,
     plan_memory,
+)
+from tests.checks.costs import (
+    check_bytes,
+    check_flops,
+    check_kept,
+    check_parameters,
+    expected_traffic,
+    held_bytes,
 )
 from tests.checks.experts import (
     ALL,

@@ -6,7 +6,7 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.pipeline.schedule import build
 from fugaku_megatron.pipeline.schedule_names import ONE_F_ONE_B
-from tests.checks.accounting import check_bytes, check_kept, check_parameters
+from tests.checks.costs import check_bytes, check_kept, check_parameters
 from tests.helpers import PP2, TP2, small_run, train
 from tests.outside_rows import ROWS
 from tests.threads import ThreadWorld

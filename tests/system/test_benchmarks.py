@@ -275,7 +275,7 @@ def test_experts_agree_with_their_opponents(dtype):
         next(experts.cases(options("experts --recipe demo")))
 
 
-def test_attention_counts_as_accounting_does():
+def test_attention_counts_as_costs_do():
     given = options("attention --recipe demo --micro-batch-size 2")
     forward, both, *_ = attention.cases(given)
     heads, s, d = forward.shape
@@ -310,7 +310,7 @@ def test_attention_over_documents_agrees_with_torch(length, flags):
         case.run()
         assert case.error() < 1e-5
     shape = attention.shape_of(given)
-    # accounting counts half of the diagonal
+    # costs count half of the diagonal
     visible = attention.mask_of(shape, length).sum().item() - shape.s / 2
     flops = 4 * shape.heads * shape.d * visible
     assert forward.calls[0].flops == pytest.approx(flops, rel=0.05 if flags else 1e-6)

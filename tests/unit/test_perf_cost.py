@@ -300,7 +300,7 @@ def flops(counted: work.Work) -> int:
 
 
 def expected(run: RunConfig, recompute: str | None) -> float:
-    """Return accounting's count, with the whole square of attention instead of half of it."""
+    """Return the count of costs, with the whole square of attention instead of half of it."""
     model_config = run.model
     square = model_config.num_layers * model_config.seq_length**2 * model_config.hidden_size
     if recompute == "full":
@@ -314,7 +314,7 @@ def pieces_flops(pieces) -> int:
 
 @pytest.mark.parametrize("recompute", [None, "full", "selective"])
 @pytest.mark.parametrize("tp, pp, schedule", [(1, 1, None), (4, 3, None), (1, 3, "zbv")])
-def test_matmuls_are_accountings_flops(recompute, tp, pp, schedule):
+def test_matmuls_are_the_flops_of_costs(recompute, tp, pp, schedule):
     run = replace(
         gpt_124m(),
         training=TrainingConfig(recompute_granularity=recompute),

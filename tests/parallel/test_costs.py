@@ -20,7 +20,8 @@ from fugaku_megatron.costs.stages import stage_layers, virtual_stage_sizes
 from fugaku_megatron.host import kernels
 from fugaku_megatron.planner import search, software, work
 from fugaku_megatron.planner.system import System
-from tests.checks.accounting import (
+from tests.checks.allocations import MODEL, STAGES, check_peak
+from tests.checks.costs import (
     check_bytes,
     check_flops,
     check_kept,
@@ -28,7 +29,6 @@ from tests.checks.accounting import (
     check_quantized,
     tallies,
 )
-from tests.checks.allocations import MODEL, STAGES, check_peak
 from tests.checks.experts import EXPERTS, SHARED
 from tests.helpers import CP4, DROPOUT, P2P, PP2, TP2, lay_out, parse_layout, small_run
 from tests.llama_models import DELTA_NETS, FAMILIES
