@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fugaku_megatron.cli import program
 from fugaku_megatron.cli.output_files import writing
-from fugaku_megatron.data.vocabulary import train_vocabulary
+from fugaku_megatron.data.preprocessing.vocabulary import train_vocabulary
 
 SKIPPED = {
     "site-packages",

@@ -21,7 +21,7 @@ from fugaku_megatron.config.megatron_flags import OTHER_FLAGS
 from fugaku_megatron.config.model import NORMS
 from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.config.run_config import GROUPS, RunConfig
-from fugaku_megatron.data.tokenizer import TOKENIZERS
+from fugaku_megatron.tokenizers.tokenizer import TOKENIZERS
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ROOT / "tools" / "megatron_flags.txt"

@@ -9,9 +9,9 @@ import numpy as np
 
 from ..config.fields import check
 from ..config.run_config import RunConfig
-from ..data.chat_files import ChatArrays, signed
-from ..data.chat_template import ChatTemplate
-from ..data.chats import chat_of, unread_note
+from ..data.chat.chat_files import ChatArrays, signed
+from ..data.chat.chat_template import ChatTemplate
+from ..data.chat.chats import chat_of, unread_note
 from ..data.token_arrays import Documents
 from ..run.tokenizer import find_tokenizer
 

@@ -22,12 +22,12 @@ from ..convert.hugging_face import save_hugging_face
 from ..convert.new_directory import new_directory
 from ..convert.open_weights import open_weights
 from ..convert.weights import Weights
-from ..data.tokenizer import Tokenizer, TokenizerFlags
 from ..inference.generation import PromptEncoder, Sampling, steps
 from ..inference.loading import Q8, WEIGHTS_FORMATS, model_of, through_stages
 from ..inference.scoring import EVALUATION, rolling, score
 from ..inference.tokenizer_choice import choose_tokenizer
 from ..text.named_files import StrPath
+from ..tokenizers.tokenizer import Tokenizer, TokenizerFlags
 from .config import Config
 
 if TYPE_CHECKING:

@@ -47,10 +47,12 @@ COMMANDS = {
         "train a GPT: mpiexec -n N fugaku-megatron train ...; --dry-run plans it",
     ),
     "vocabulary": ModuleCommand(
-        "data.vocabulary", "before preprocess: train vocab.json and merges.txt on your own text"
+        "data.preprocessing.vocabulary",
+        "before preprocess: train vocab.json and merges.txt on your own text",
     ),
     "preprocess": ModuleCommand(
-        "data.preprocess", "before training: turn text into Megatron's .bin/.idx files of tokens"
+        "data.preprocessing.preprocess",
+        "before training: turn text into Megatron's .bin/.idx files of tokens",
     ),
     "verify": ModuleCommand(
         "checkpoint.verify",

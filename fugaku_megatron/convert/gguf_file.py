@@ -22,9 +22,9 @@ from torch import Tensor
 
 from ..config.fields import check, flag
 from ..config.model import NORMS, RMS_NORM, YARN, YARN_SCALING, ModelConfig
-from ..data.optional_packages import optional_package
 from ..nn.positions import frequencies
 from ..text.named_files import read_text
+from ..text.optional_packages import optional_package
 from .architectures import Architecture
 from .config_json import architecture_of, carried_config
 from .gguf_tokenizer import read_tokenizer

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config.fields import check
-from ..data.optional_packages import optional_package
-from ..data.sentencepiece_tokenizer import load_pieces
+from ..text.optional_packages import optional_package
+from ..tokenizers.sentencepiece_tokenizer import load_pieces
 from .gguf_tokens import (
     BPE,
     BYTE,

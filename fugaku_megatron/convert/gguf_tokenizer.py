@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from ..config.fields import check
-from ..data.gpt2_tokenizer import bytes_to_unicode
-from ..data.hugging_face_tokenizer import (
+from ..text.named_files import JsonObject, read_text
+from ..text.optional_packages import optional_package
+from ..tokenizers.gpt2_tokenizer import bytes_to_unicode
+from ..tokenizers.hugging_face_tokenizer import (
     CHAT_TEMPLATE,
     PIECES,
     TOKENIZER_CONFIG,
@@ -24,8 +26,6 @@ from ..data.hugging_face_tokenizer import (
     HuggingFaceTokenizer,
     has_tokenizer,
 )
-from ..data.optional_packages import optional_package
-from ..text.named_files import JsonObject, read_text
 from .gguf_sentencepiece import check_bytes, halves, of_pieces
 from .gguf_tokens import (
     BYTE,

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ..comm.agreement import on_root
-from .chat_dataset import ChatDataset
-from .chat_files import ChatArrays, ChatFiles, check_not_chats
+from ..tokenizers.token_range import check_tokens
+from .chat.chat_dataset import ChatDataset
+from .chat.chat_files import ChatArrays, ChatFiles, check_not_chats
 from .data_flags import parse_data_path, parse_split, split_documents
 from .dataset import (
     SPLITS,
@@ -28,7 +29,6 @@ from .dataset import (
 )
 from .indexed import IndexedDataset
 from .token_arrays import TokenArrays
-from .token_range import check_tokens
 
 BLEND_SURPLUS = 0.005  # Megatron's: samples built beyond a blended dataset's share
 CHECKED_AT_START = (

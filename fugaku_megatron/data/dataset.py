@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from ..comm.agreement import on_root
+from ..tokenizers.token_range import check_tokens
 from .index_arrays import (
     BLOCK,
     Epochs,
@@ -33,7 +34,6 @@ from .index_arrays import (
 from .index_cache import ArrayBlocks, Index, IndexCache, IndexRequest, Store, provide
 from .indexed import IndexedDataset
 from .token_arrays import TokenArrays
-from .token_range import check_tokens
 
 if TYPE_CHECKING:
     from ..comm.base import Comm

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..config.fields import check
-from ..data.chat_files import unsigned
-from ..data.chat_template import ChatTemplate
-from ..data.chats import read_chat
-from ..data.documents import read_documents
-from ..data.input_files import input_files
-from ..data.tables import CHAT
+from ..data.chat.chat_files import unsigned
+from ..data.chat.chat_template import ChatTemplate
+from ..data.chat.chats import read_chat
+from ..data.input.documents import read_documents
+from ..data.input.input_files import input_files
+from ..data.input.tables import CHAT
 from .scoring import Request
 
 

@@ -28,10 +28,10 @@ from ..comm.base import Comm
 from ..comm.job import run_or_abort
 from ..config.fields import check, check_fields, flag, option, optional
 from ..config.model import ModelConfig
-from ..data.chat_template import ChatTemplate, read_template
+from ..data.chat.chat_template import ChatTemplate, read_template
 from ..data.indexed import IndexedDataset, StoredTokens
-from ..data.tokenizer import Tokenizer
 from ..text.named_files import JsonObject, read_text
+from ..tokenizers.tokenizer import Tokenizer
 from . import scoring
 from .chat_file import ChatFile, read_chat_file
 from .loading import LoadedModel, Source, add_source_flags, load_model

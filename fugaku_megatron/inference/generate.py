@@ -39,9 +39,9 @@ from ..costs.attention import cache_slots
 from ..costs.mixers import cache_bytes
 from ..costs.parameters import model_parameters, stage_parameters
 from ..costs.stages import stage_layers
-from ..data.chat_template import ChatTemplate, read_template
-from ..data.tokenizer import Tokenizer
+from ..data.chat.chat_template import ChatTemplate, read_template
 from ..host import allocator
+from ..tokenizers.tokenizer import Tokenizer
 from .generation import (
     Conversation,
     Finished,

@@ -15,14 +15,14 @@ from torch import Tensor
 from ..comm.autograd import gather_from_tensor_parallel
 from ..config.fields import check, option
 from ..config.model import ModelConfig
-from ..data.chat_template import ChatTemplate
-from ..data.chats import ASSISTANT, Messages, check_messages, user_turn
-from ..data.tokenizer import Tokenizer
+from ..data.chat.chat_template import ChatTemplate
+from ..data.chat.chats import ASSISTANT, Messages, check_messages, user_turn
 from ..nn.forward_context import Pass, Rows
 from ..nn.heads import Angles
 from ..nn.kv_cache import Cache
 from ..nn.positions import rotary_angles
 from ..text.named_files import read_text
+from ..tokenizers.tokenizer import Tokenizer
 from .loading import FEW_ROWS, LoadedModel, through_stages
 from .recorded_step import RecordedStep, RecordingKernels
 

@@ -13,7 +13,7 @@ from ..cli.parser import Parser
 from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
 from ..config.fields import check
-from ..data.tokenizer import Tokenizer
+from ..tokenizers.tokenizer import Tokenizer
 from . import evaluate
 from .generation import Sampling, StopCondition, steps
 from .loading import LoadedModel, load_model

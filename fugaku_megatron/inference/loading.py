@@ -28,7 +28,6 @@ from ..config.lora import LoraConfig
 from ..config.model import ModelConfig
 from ..config.precision import PrecisionConfig
 from ..config.run_config import RunConfig, saved_run
-from ..data.tokenizer import Tokenizer, TokenizerFlags, add_tokenizer_flags
 from ..host import kernels
 from ..nn.experts import ExpertLinear
 from ..nn.forward_context import Pass
@@ -37,6 +36,7 @@ from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops, quantize_activations
 from ..nn.parameter import PARAMETER_DTYPES, ModelParameter, parameters_of
 from ..nn.q8_weight import Q8Weight, scales_of
+from ..tokenizers.tokenizer import Tokenizer, TokenizerFlags, add_tokenizer_flags
 from .recorded_step import RecordingKernels
 from .tokenizer_choice import choose_tokenizer
 

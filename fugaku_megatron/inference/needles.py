@@ -20,9 +20,9 @@ from torch import Tensor
 from ..cli.output_files import picture, shown
 from ..config.fields import check
 from ..config.model import ModelConfig
-from ..data.tokenizer import Tokenizer
 from ..text.named_files import JsonObject, StrPath, read_text
 from ..text.table import pipe_table
+from ..tokenizers.tokenizer import Tokenizer
 from .scoring import Request
 
 SENTENCE = "The secret number of {} is"

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config.fields import check
-from ..data.tokenizer import Tokenizer
 from ..text.named_files import JsonObject, about, read_text
+from ..tokenizers.tokenizer import Tokenizer
 from .scoring import Request, encode_pair
 
 

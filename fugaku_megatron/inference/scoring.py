@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from ..comm.autograd import gather_from_tensor_parallel
 from ..config.fields import check
 from ..data.indexed import StoredTokens
-from ..data.tokenizer import Tokenizer
 from ..nn.forward_context import Documents, Pass
+from ..tokenizers.tokenizer import Tokenizer
 from .loading import LoadedModel, through_stages
 
 EVALUATION = Pass(first_sample=0, training=False)

@@ -8,8 +8,8 @@ from typing import Any
 
 from ..checkpoint.schema import Manifest
 from ..config.fields import check
-from ..data.tokenizer import TOKENIZERS, Tokenizer, TokenizerFlags, model_tokenizer
-from ..data.tokenizer_identity import identity, mismatch
+from ..tokenizers.identity import identity, mismatch
+from ..tokenizers.tokenizer import TOKENIZERS, Tokenizer, TokenizerFlags, model_tokenizer
 
 
 def choose_tokenizer(

@@ -13,7 +13,7 @@ from ..costs.buckets import adapter_parameters
 from ..costs.parameters import model_parameters
 from ..costs.run_schedule import recompute_name
 from ..costs.vocabulary import padded_vocab_size
-from ..data.chat_dataset import lost_lines, packing_lines
+from ..data.chat.chat_dataset import lost_lines, packing_lines
 from ..host.machine import fma_peak_gflops
 from ..observe.run_log import format_run
 from .data import Data

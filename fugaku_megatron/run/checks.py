@@ -14,7 +14,7 @@ from ..config import batches
 from ..config.fields import FieldValues, check, flag
 from ..config.run_config import RANK_FIELDS, RunConfig
 from ..config.training import RECOMPUTE
-from ..data.chat_files import check_mask_file
+from ..data.chat.chat_files import check_mask_file
 from ..data.data_flags import listed_data, parse_data_path
 from ..data.indexed import check_files
 from ..host import kernels

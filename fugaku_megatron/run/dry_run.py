@@ -21,7 +21,7 @@ from ..costs.parameters import active_parameters, model_parameters, stage_parame
 from ..costs.run_schedule import recomputed_layers
 from ..costs.stages import stage_layers
 from ..costs.vocabulary import padded_vocab_size
-from ..data.chat_dataset import lost_lines, packing_lines
+from ..data.chat.chat_dataset import lost_lines, packing_lines
 from ..host.placement import map_ranks, rank_line
 from ..host.placement_problems import problems
 from ..host.topology import Node

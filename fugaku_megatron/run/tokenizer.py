@@ -14,9 +14,9 @@ from ..config.fields import check
 from ..config.recipes import GPT2_VOCABULARY
 from ..config.run_config import RunConfig
 from ..data.data_flags import parse_data_path
-from ..data.tokenizer import TokenizerFlags, model_tokenizer
-from ..data.tokenizer_identity import identity, mismatch, read_identity
 from ..text.named_files import JsonObject
+from ..tokenizers.identity import identity, mismatch, read_identity
+from ..tokenizers.tokenizer import TokenizerFlags, model_tokenizer
 
 
 def resolve_vocabulary(run: RunConfig, world: Comm) -> tuple[RunConfig, JsonObject | None]:
@@ -27,7 +27,7 @@ def resolve_vocabulary(run: RunConfig, world: Comm) -> tuple[RunConfig, JsonObje
 
 
 def read_tokenizer(run: RunConfig, world: Comm) -> JsonObject | None:
-    """Return the run's tokenizer identity (`data.tokenizer_identity.identity`).
+    """Return the run's tokenizer identity (`tokenizers.identity.identity`).
 
     None without a tokenizer flag, if the run needs none or starts from a model without one.
     Collective: one rank reads the files. ValueError if that fails.

@@ -9,8 +9,8 @@ import numpy as np
 import tokenizers
 
 from fugaku_megatron.cli import program
-from fugaku_megatron.data.chat_files import ChatFiles, ChatWriter, signed
-from fugaku_megatron.data.chats import user_turn as user
+from fugaku_megatron.data.chat.chat_files import ChatFiles, ChatWriter, signed
+from fugaku_megatron.data.chat.chats import user_turn as user
 
 SPECIAL = [
     "<s>",

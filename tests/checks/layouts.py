@@ -10,8 +10,8 @@ import torch
 
 from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.config.run_config import RunConfig
-from fugaku_megatron.data.chat_dataset import ChatDataset
-from fugaku_megatron.data.chat_files import ChatFiles
+from fugaku_megatron.data.chat.chat_dataset import ChatDataset
+from fugaku_megatron.data.chat.chat_files import ChatFiles
 from fugaku_megatron.data.dataset import Dataset, DatasetConfig
 from fugaku_megatron.data.marks import mark
 from tests.checks.documents import EOD, Texts

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fugaku_megatron.data.chat_files import ChatFiles, ChatWriter, signed
+from fugaku_megatron.data.chat.chat_files import ChatFiles, ChatWriter, signed
 from tests.checks.documents import RESETS
 from tests.checks.layouts import chats_of, texts, train_together
 

@@ -9,17 +9,17 @@ import torch
 
 from fugaku_megatron.cli.parser import Parser
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.data.chat_dataset import ChatDataset
-from fugaku_megatron.data.chat_files import ChatFiles, unsigned
-from fugaku_megatron.data.chat_template import ChatTemplate
-from fugaku_megatron.data.chats import Chat
+from fugaku_megatron.data.chat.chat_dataset import ChatDataset
+from fugaku_megatron.data.chat.chat_files import ChatFiles, unsigned
+from fugaku_megatron.data.chat.chat_template import ChatTemplate
+from fugaku_megatron.data.chat.chats import Chat
 from fugaku_megatron.data.dataset import DatasetConfig
-from fugaku_megatron.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
-from fugaku_megatron.data.null_tokenizer import NullTokenizer
 from fugaku_megatron.inference import evaluate, generate, scoring
 from fugaku_megatron.inference.loading import LoadedModel
 from fugaku_megatron.inference.needles import needle_figures, read_needles
+from fugaku_megatron.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
+from fugaku_megatron.tokenizers.null_tokenizer import NullTokenizer
 from tests.checks import chats as chat_checks
 from tests.checks.evaluation import LENGTH, PROSE, QUESTIONS, result, their_likelihoods
 from tests.checks.generation import LEARNS, WIDE, save_trained, their_model, write_tokenizer

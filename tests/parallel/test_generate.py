@@ -10,12 +10,12 @@ from fugaku_megatron.cli.parser import Parser
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.run_config import saved_run
 from fugaku_megatron.costs.mixers import cache_bytes
-from fugaku_megatron.data.gpt2_files import gpt2_files
 from fugaku_megatron.inference import generate, generation, loading
 from fugaku_megatron.inference.generation import Decoder, Sampling
 from fugaku_megatron.inference.loading import load_model
 from fugaku_megatron.nn.forward_context import Pass
 from fugaku_megatron.nn.q8_weight import scales_of
+from fugaku_megatron.tokenizers.gpt2_files import gpt2_files
 from tests.checks.generation import (
     NEW,
     TEXT,

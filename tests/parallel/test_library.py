@@ -20,7 +20,7 @@ from fugaku_megatron.checkpoint.manifest import list_iterations
 from fugaku_megatron.cli.arguments import build_parser, parse
 from fugaku_megatron.cli.parser import Parser
 from fugaku_megatron.config.recipes import RECIPES
-from fugaku_megatron.data.chat_files import ChatWriter, signed
+from fugaku_megatron.data.chat.chat_files import ChatWriter, signed
 from fugaku_megatron.inference import evaluate, generate
 from tests.checks.generation import TEXT, save_trained, write_tokenizer
 from tests.checks.library import FLAGS, documents, write

@@ -22,7 +22,7 @@ from fugaku_megatron.cli import program
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.fields import flag_words
 from fugaku_megatron.config.run_config import GROUPS, saved_run
-from fugaku_megatron.data.chat_files import ChatFiles, ChatWriter, signed
+from fugaku_megatron.data.chat.chat_files import ChatFiles, ChatWriter, signed
 from fugaku_megatron.inference.loading import load_model
 from tests.checks import library_and_command
 from tests.checks.library import documents, write

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.costs.flops import hardware_flops
-from fugaku_megatron.data.chat_dataset import ChatDataset
-from fugaku_megatron.data.chat_files import ChatFiles
+from fugaku_megatron.data.chat.chat_dataset import ChatDataset
+from fugaku_megatron.data.chat.chat_files import ChatFiles
 from fugaku_megatron.data.dataset import DatasetConfig
 from fugaku_megatron.data.marks import COUNTED, PADDED, TokenCounts
 from fugaku_megatron.data.sampler import fetch

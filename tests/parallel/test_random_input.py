@@ -25,15 +25,15 @@ from fugaku_megatron.checkpoint.verify import check_iteration
 from fugaku_megatron.cli import arguments
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.data.build import Builder, build_datasets
-from fugaku_megatron.data.documents import document_texts, read_documents
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
-from fugaku_megatron.data.input_files import input_files
-from fugaku_megatron.data.tokenizer import TokenizerFlags
+from fugaku_megatron.data.input.documents import document_texts, read_documents
+from fugaku_megatron.data.input.input_files import input_files
 from fugaku_megatron.jobs import check, render
 from fugaku_megatron.observe import log_command, run_log
 from fugaku_megatron.planner import machine, model, software
 from fugaku_megatron.planner.system import System
 from fugaku_megatron.run.dry_run import report
+from fugaku_megatron.tokenizers.tokenizer import TokenizerFlags
 from tests.checks.generation import write_tokenizer
 from tests.file_damage import DAMAGES, OTHER_KINDS, damaged, remove, replace
 from tests.helpers import OUR_LOG, load_checkpoint, save_checkpoint, small_run

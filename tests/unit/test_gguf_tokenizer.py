@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fugaku_megatron.convert.gguf_tokenizer import KNOWN_SWITCHES, SWITCHES, read_tokenizer
-from fugaku_megatron.data.hugging_face_tokenizer import HuggingFaceTokenizer
-from fugaku_megatron.data.sentencepiece_tokenizer import SentencePieceTokenizer
+from fugaku_megatron.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
+from fugaku_megatron.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from tests.tokenizer_files import make
 
 pytest.importorskip("gguf")

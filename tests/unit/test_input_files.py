@@ -8,11 +8,11 @@ import json
 import pytest
 
 from fugaku_megatron.cli import program
-from fugaku_megatron.data import json_values
-from fugaku_megatron.data.documents import Place, Skipped, read_documents
-from fugaku_megatron.data.input_files import input_files
-from fugaku_megatron.data.json_values import values
-from fugaku_megatron.data.tables import CHAT
+from fugaku_megatron.data.input import json_values
+from fugaku_megatron.data.input.documents import Place, Skipped, read_documents
+from fugaku_megatron.data.input.input_files import input_files
+from fugaku_megatron.data.input.json_values import values
+from fugaku_megatron.data.input.tables import CHAT
 
 TEXTS = ["1 2", "3 \u65e5\n", "5"]
 RECORDS = [{"text": text, "n": {"a": [2, 3]}} for text in TEXTS]

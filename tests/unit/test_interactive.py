@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.data.chat_template import ChatTemplate
-from fugaku_megatron.data.hugging_face_tokenizer import HuggingFaceTokenizer
+from fugaku_megatron.data.chat.chat_template import ChatTemplate
 from fugaku_megatron.inference.generate import converse
 from fugaku_megatron.inference.generation import (
     Conversation,
@@ -17,6 +16,7 @@ from fugaku_megatron.inference.generation import (
     Sampling,
     StopCondition,
 )
+from fugaku_megatron.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
 from tests.checks.chats import write_tokenizer
 from tests.helpers import small_run
 

@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 
 from fugaku_megatron.config.yaml_file import read_yaml
-from fugaku_megatron.data.chat_template import read_template
+from fugaku_megatron.data.chat.chat_template import read_template
+from fugaku_megatron.data.chat.template_process import LARGEST_TEMPLATE
 from fugaku_megatron.data.data_flags import listed_data
-from fugaku_megatron.data.sentencepiece_tokenizer import load_pieces
-from fugaku_megatron.data.template_process import LARGEST_TEMPLATE
-from fugaku_megatron.data.tokenizer import TokenizerFlags
 from fugaku_megatron.inference.generation import prompts_of
 from fugaku_megatron.inference.questions import read_questions
 from fugaku_megatron.jobs import script
@@ -24,6 +22,8 @@ from fugaku_megatron.observe import rank_table, trace
 from fugaku_megatron.planner import machine
 from fugaku_megatron.report import record
 from fugaku_megatron.text.named_files import FIRST_BYTES, read_text
+from fugaku_megatron.tokenizers.sentencepiece_tokenizer import load_pieces
+from fugaku_megatron.tokenizers.tokenizer import TokenizerFlags
 from tests.time_limit import time_limit
 from tests.tokenizer_files import make
 

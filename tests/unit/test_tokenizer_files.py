@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from fugaku_megatron.data.chat_files import unsigned
-from fugaku_megatron.data.chat_template import ChatTemplate
-from fugaku_megatron.data.chats import Chat, user_turn
-from fugaku_megatron.data.tokenizer import TokenizerFlags
+from fugaku_megatron.data.chat.chat_files import unsigned
+from fugaku_megatron.data.chat.chat_template import ChatTemplate
+from fugaku_megatron.data.chat.chats import Chat, user_turn
 from fugaku_megatron.text.named_files import FIRST_BYTES
+from fugaku_megatron.tokenizers.tokenizer import TokenizerFlags
 from tests.tokenizer_files import make
 
 pytest.importorskip("transformers")

@@ -17,14 +17,14 @@ from fugaku_megatron.cli import program
 from fugaku_megatron.cli.arguments import parse
 from fugaku_megatron.cli.parser import Parser
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from fugaku_megatron.data.indexed import IndexedDataset
-from fugaku_megatron.data.null_tokenizer import NullTokenizer
-from fugaku_megatron.data.sentencepiece_tokenizer import SentencePieceTokenizer
-from fugaku_megatron.data.tokenizer import TOKENIZERS, TokenizerFlags
-from fugaku_megatron.data.tokenizer_identity import SUFFIX, identity, mismatch, read_identity
 from fugaku_megatron.inference import generate
 from fugaku_megatron.run.tokenizer import read_tokenizer, tokenizer_notes, with_vocabulary
+from fugaku_megatron.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
+from fugaku_megatron.tokenizers.identity import SUFFIX, identity, mismatch, read_identity
+from fugaku_megatron.tokenizers.null_tokenizer import NullTokenizer
+from fugaku_megatron.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
+from fugaku_megatron.tokenizers.tokenizer import TOKENIZERS, TokenizerFlags
 from tests.checks.generation import save_trained
 from tests.checks.tokenizers import PIECES, TEXTS, TOKENS, write_hugging_face, write_sentencepiece
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fugaku_megatron.data.chat_files import ChatWriter, signed
+from fugaku_megatron.data.chat.chat_files import ChatWriter, signed
 from tests.checks.once import once
 from tests.system.mpi import launch
 from tests.system.mpi.kills import PATIENCE, holding, kill_held

@@ -6,8 +6,8 @@ import sys
 import time
 from datetime import timedelta
 
+from ..files import say
 from .encoder import Encoded
-from .files import say
 from .unfinished import Unfinished
 
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from ..text.named_files import JsonObject, read_text
+from ...text.named_files import JsonObject, read_text
+from ...tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
+from ...tokenizers.tokenizer import Tokenizer
+from ...tokenizers.utf8 import clean
 from .chat_files import signed, unsigned
 from .chats import ASSISTANT, REASON, REASONING, WEIGHTS, Chat, Messages, user_turn
-from .hugging_face_tokenizer import HuggingFaceTokenizer
 from .template_process import LARGEST_TEMPLATE, TemplateLimit, TemplateRefusal, apply_chat_template
-from .tokenizer import Tokenizer
 from .training_forms import training_form
-from .utf8 import clean
 
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MARK = "fmAnswer7Mark"  # stands for an answer's content, to find where a template puts it

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from ..text.named_files import JsonObject
+from ...text.named_files import JsonObject
 
 LINE_LAYOUT = "a line each"
 VALUE_LAYOUT = "over lines"

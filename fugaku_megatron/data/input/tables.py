@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...text.input_errors import reading
+from ...text.optional_packages import optional_package
 from .compressed_text import Record
-from .input_errors import reading
-from .optional_packages import optional_package
 
 ROWS = 1024  # that are read at a time
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # of Arrow

@@ -7,12 +7,12 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..text.named_files import FIRST_BYTES, POINTER, unreadable
+from ...text.input_errors import NeverSkipped
+from ...text.named_files import FIRST_BYTES, POINTER, unreadable
+from ..files import say
 from .compressed_text import head_of
 from .documents import CONVERT, SKIP, Skipped
-from .files import say
 from .formats import TABLES, TEXT_FILE, Form, check_table, form_of
-from .input_errors import NeverSkipped
 from .tables import Columns, saved_files
 
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # how a text in UTF-16 begins

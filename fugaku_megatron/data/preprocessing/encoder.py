@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from .chat_template import ChatTemplate
-from .chats import read_chat
+from ...tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
+from ...tokenizers.tokenizer import TokenizerFlags
+from ..chat.chat_template import ChatTemplate
+from ..chat.chats import read_chat
+from ..indexed import best_dtype
+from ..input.documents import Document, Place, Skipped, document_texts, read_documents
+from ..input.tables import CHAT, Columns
 from .document_order import DocumentTokens
-from .documents import Document, Place, Skipped, document_texts, read_documents
-from .hugging_face_tokenizer import HuggingFaceTokenizer
-from .indexed import best_dtype
-from .tables import CHAT, Columns
-from .tokenizer import TokenizerFlags
 
 # of text that a worker gets at a time: enough to hide the exchange, little enough to balance
 BATCH_BYTES = 2**18

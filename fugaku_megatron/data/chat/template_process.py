@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from .input_errors import NeverSkipped
+from ...text.input_errors import NeverSkipped
 from .template_server import BYTES, REMEDY, RENDER, serve
 
 SECONDS = 5.0  # for one rendering; published templates take milliseconds

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from ...text.input_errors import AGAIN, reading
+from ...text.optional_packages import optional_package
 from .compressed_text import BLOCK, head_of
-from .input_errors import AGAIN, reading
 from .json_values import LINE_LAYOUT, LONG_HEAD, SUFFIXES, UNKNOWN, VALUE_LAYOUT, json_layout
-from .optional_packages import optional_package
 from .tables import Columns, choose_columns, open_table
 
 PACKED = {

@@ -26,22 +26,22 @@ from pathlib import Path
 
 import numpy as np
 
-from .chat_examples import examples
-from .chat_files import ChatFiles, ChatWriter
-from .chat_template import read_template
-from .chats import unread_note
-from .data_flags import parse_split, split_documents
-from .documents import Skipped
+from ...tokenizers.gpt2_files import gpt2_files
+from ...tokenizers.gpt2_tokenizer import GPT2BPETokenizer
+from ...tokenizers.identity import identity, write_identity
+from ...tokenizers.tokenizer import TokenizerFlags, add_tokenizer_flags
+from ..chat.chat_examples import examples
+from ..chat.chat_files import ChatFiles, ChatWriter
+from ..chat.chat_template import read_template
+from ..chat.chats import unread_note
+from ..data_flags import parse_split, split_documents
+from ..files import say
+from ..indexed import IndexedDatasetWriter, best_dtype
+from ..input.documents import Skipped
+from ..input.input_files import add_input_arguments, input_files
+from ..input.tables import CHAT
 from .encoder import Job, encode_all, encoder_of
-from .files import say
-from .gpt2_files import gpt2_files
-from .gpt2_tokenizer import GPT2BPETokenizer
-from .indexed import IndexedDatasetWriter, best_dtype
-from .input_files import add_input_arguments, input_files
 from .progress import Progress
-from .tables import CHAT
-from .tokenizer import TokenizerFlags, add_tokenizer_flags
-from .tokenizer_identity import identity, write_identity
 from .unfinished import Unfinished
 
 # documents from which on 0.1 %, or 10 %, of them are enough to measure a loss

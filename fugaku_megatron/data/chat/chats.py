@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
-from ..text.named_files import JsonObject, about
-from .documents import Document, read_record
-from .tables import CHAT
-from .utf8 import clean
+from ...text.named_files import JsonObject, about
+from ...tokenizers.utf8 import clean
+from ..input.documents import Document, read_record
+from ..input.tables import CHAT
 
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..text.named_files import unreadable
-from .optional_packages import optional_package
+from ..text.optional_packages import optional_package
 from .token_range import MODEL_REMEDY, check_range
 from .utf8 import clean
 

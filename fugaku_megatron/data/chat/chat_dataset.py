@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..comm.agreement import on_root
+from ...comm.agreement import on_root
+from ...tokenizers.token_range import check_tokens
+from ..dataset import RELEASE_EVERY, DatasetConfig, check_index
+from ..marks import COUNTED, FIRST, PADDED
 from .chat_files import SUFFIX, ChatArrays, ChatFiles
-from .dataset import RELEASE_EVERY, DatasetConfig, check_index
-from .marks import COUNTED, FIRST, PADDED
-from .token_range import check_tokens
 
 if TYPE_CHECKING:
     pass

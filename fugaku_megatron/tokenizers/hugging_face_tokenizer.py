@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..text.named_files import unreadable
-from .optional_packages import optional_package
+from ..text.optional_packages import optional_package
 from .sentencepiece_tokenizer import load_pieces, pieces_kind
 from .utf8 import clean
 

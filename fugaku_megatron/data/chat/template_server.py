@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..text.named_files import JsonObject
+from ...text.named_files import JsonObject
 
 BYTES = 2**30  # of memory that rendering may add
 REASON = 2000  # characters of a template's own message

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from .input_errors import reading
-from .optional_packages import optional_package
+from ...text.input_errors import reading
+from ...text.optional_packages import optional_package
 
 BLOCK = 2**16  # bytes that are read at a time
 MAX_WINDOW = 2**31  # of Zstandard: zstd --long=31 writes such files

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from ..text.named_files import JsonObject
+from ...text.input_errors import NeverSkipped
+from ...text.named_files import JsonObject
+from ..files import say
 from .compressed_text import lines, text_blocks
-from .files import say
 from .formats import LINES, TABLES, VALUES, Form, form_of
-from .input_errors import NeverSkipped
 from .json_values import values
 from .tables import TEXT, Columns, rows
 

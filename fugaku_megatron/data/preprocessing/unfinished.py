@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
+from ..files import say
+from ..indexed import IndexedDatasetWriter, writing
+from ..input.documents import Place
+from ..input.input_files import UNFINISHED
 from .document_order import DocumentTokens, in_order, pile_count, shuffled
-from .documents import Place
-from .files import say
-from .indexed import IndexedDatasetWriter, writing
-from .input_files import UNFINISHED
 
 JOURNAL_SECONDS = 5.0  # between two records
 JOURNAL = "journal.json"

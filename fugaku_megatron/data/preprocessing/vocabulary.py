@@ -19,13 +19,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ..text.named_files import unreadable
-from .documents import Skipped, document_texts, read_documents
-from .files import say
-from .gpt2_tokenizer import EOD_TOKEN, bytes_to_unicode
-from .input_files import add_input_arguments, input_files
-from .optional_packages import optional_package
-from .tables import Columns
+from ...text.named_files import unreadable
+from ...text.optional_packages import optional_package
+from ...tokenizers.gpt2_tokenizer import EOD_TOKEN, bytes_to_unicode
+from ..files import say
+from ..input.documents import Skipped, document_texts, read_documents
+from ..input.input_files import add_input_arguments, input_files
+from ..input.tables import Columns
 
 MIN_TOKENS = len(bytes_to_unicode()) + 1  # every byte, and the end of a document
 MAX_TOKENS = 2**26  # as --vocab-size of a model
