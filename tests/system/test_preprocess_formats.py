@@ -270,7 +270,7 @@ def test_two_processes_do_not_write_one_prefix(tmp_path, run):
 KILLED = """
 import sys, time
 from fugaku_megatron.cli import program
-from fugaku_megatron.data import encoder, unfinished
+from fugaku_megatron.data.preprocessing import encoder, unfinished
 if sys.argv[1] == "never ends":
     unfinished.Unfinished.finish = lambda *_: time.sleep(600)
 encoder.BATCH_BYTES, unfinished.JOURNAL_SECONDS = 2000, 0
