@@ -9,14 +9,18 @@ MODEL_REMEDY = "is this --tokenizer-model the model's?"
 
 
 def check_tokens(tokens: np.ndarray, vocab_size: int, source: str, remedy: str = REMEDY) -> None:
-    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-        wrong = tokens.min() if tokens.min() < 0 else tokens.max()
-        raise ValueError(
-            f"{source}: token id {wrong} is outside the vocabulary of {vocab_size}{remedy}"
-        )
+    if len(tokens):
+        _check(tokens.min(), tokens.max(), vocab_size, f"{source}: ", remedy)
 
 
 def check_range(ids: list[int], vocab_size: int, remedy: str) -> None:
-    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-        wrong = min(ids) if min(ids) < 0 else max(ids)
-        raise ValueError(f"token id {wrong} is outside the vocabulary of {vocab_size}: {remedy}")
+    if ids:
+        _check(min(ids), max(ids), vocab_size, "", f": {remedy}")
+
+
+def _check(lowest: int, highest: int, vocab_size: int, source: str, remedy: str) -> None:
+    if not 0 <= lowest <= highest < vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        raise ValueError(
+            f"{source}token id {wrong} is outside the vocabulary of {vocab_size}{remedy}"
+        )
