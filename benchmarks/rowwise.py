@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from fugaku_megatron.config.run_config import ModelConfig
 from fugaku_megatron.costs.parameters import stage_parameters
-from fugaku_megatron.costs.vocabulary import padded_vocab_size
+from fugaku_megatron.costs.vocabulary import vocabulary_rows
 
 from . import driver, shapes
 from .driver import DTYPES, Call, Case, relative_error
@@ -50,7 +50,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
     b = options.micro_batch_size
     h = model.hidden_size
     f = model.ffn_hidden_size // tp
-    v = padded_vocab_size(model, tp) // tp
+    v = vocabulary_rows(run)
     torch.manual_seed(0)
     yield layer_norm(s * b, h, dtype)
     yield residual(s, b, h, dtype)

@@ -55,7 +55,7 @@ def adapter_parameters(run: RunConfig) -> tuple[int, ...]:
 
 
 def unit_elements(run: RunConfig, stage: int) -> dict[Unit, int]:
-    per_layer = adapter_parameters(run) if run.lora.on else layer_parameters(run)
+    of_layers = adapter_parameters(run) if run.lora.on else layer_parameters(run)
     others = {HEAD: 0, EMBEDDING: 0}
     if not run.lora.on:
         table = vocabulary_rows(run) * run.model.hidden_size
@@ -68,7 +68,7 @@ def unit_elements(run: RunConfig, stage: int) -> dict[Unit, int]:
         if holds_tied_copy(run, stage):
             others[EMBEDDING] -= table
     return {
-        unit: per_layer[unit] if isinstance(unit, int) else others[unit]
+        unit: of_layers[unit] if isinstance(unit, int) else others[unit]
         for unit in units(run, stage)
     }
 

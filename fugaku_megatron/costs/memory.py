@@ -38,6 +38,7 @@ from .stages import (
     end_records,
     quantized_elements,
     stage_layers,
+    stage_recompute_groups,
     virtual_stage_layers,
     virtual_stage_recompute_groups,
 )
@@ -189,12 +190,8 @@ def inner_bytes(run: RunConfig, width: int) -> int:
 
 def live_bytes(run: RunConfig, stage: int, in_flight: Sequence[InFlight]) -> int:
     """Return a stage's largest saved activations in its schedule."""
-    virtual_stages = run.placement.virtual_stages_of(stage)
     return chunks_live_bytes(
-        run,
-        [virtual_stage_layers(run, n) for n in virtual_stages],
-        [virtual_stage_recompute_groups(run, n) for n in virtual_stages],
-        in_flight,
+        run, stage_layers(run, stage), stage_recompute_groups(run, stage), in_flight
     )
 
 

@@ -15,7 +15,12 @@ from ..pipeline.schedule import Schedule
 from ..pipeline.schedule_names import row
 from .layers import layer_and_head_flops
 from .memory import chunks_live_bytes, live_bytes, stage_memory
-from .stages import stage_layers, virtual_stage_recompute_groups, virtual_stage_sizes
+from .stages import (
+    stage_layers,
+    stage_recompute_groups,
+    virtual_stage_recompute_groups,
+    virtual_stage_sizes,
+)
 
 # Relative costs of a layer's F, I and W: F and I have norms and attention, W has matmuls alone.
 LAYER_COSTS = 6, 7, 5
@@ -99,10 +104,7 @@ def choice_line(run: RunConfig, limit: float) -> str:
 
 
 def recomputed_layers(run: RunConfig, stage: int) -> list[int]:
-    return [
-        sum(map(len, virtual_stage_recompute_groups(run, virtual_stage)))
-        for virtual_stage in run.placement.virtual_stages_of(stage)
-    ]
+    return [sum(map(len, groups)) for groups in stage_recompute_groups(run, stage)]
 
 
 def with_recompute(

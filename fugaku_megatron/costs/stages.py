@@ -72,6 +72,13 @@ def virtual_stage_recompute_groups(run: RunConfig, virtual_stage: int) -> list[r
     return recompute_groups(layers, training.recompute_method, training.recompute_num_layers)
 
 
+def stage_recompute_groups(run: RunConfig, stage: int) -> list[list[range]]:
+    return [
+        virtual_stage_recompute_groups(run, virtual_stage)
+        for virtual_stage in run.placement.virtual_stages_of(stage)
+    ]
+
+
 def end_records(run: RunConfig, virtual_stage: int) -> list[Record]:
     """Return the embedding's and the head's operations."""
     placement = run.placement

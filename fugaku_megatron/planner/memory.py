@@ -21,8 +21,8 @@ from ..costs.memory import stage_memory
 from ..costs.parameters import stage_parameters
 from ..costs.stages import (
     stage_layers,
+    stage_recompute_groups,
     virtual_stage_layers,
-    virtual_stage_recompute_groups,
     virtual_stage_sizes,
     whole_layers,
 )
@@ -93,11 +93,7 @@ def _activations(
     in_flight = max(sum(moment.activations) for moment in moments)
     temporary: float = 2 * scores + 4 * hidden  # of a backward
     if training.recompute_granularity == "full":
-        groups = [
-            group
-            for n in run.placement.virtual_stages_of(stage)
-            for group in virtual_stage_recompute_groups(run, n)
-        ]
+        groups = [group for chunk in stage_recompute_groups(run, stage) for group in chunk]
         kept_bytes = in_flight * (len(groups) * hidden + (layers - sum(map(len, groups))) * saved)
         temporary += max(map(len, groups)) * saved
     elif training.recompute_granularity == "selective":

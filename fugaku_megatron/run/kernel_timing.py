@@ -13,7 +13,7 @@ from ..comm.base import SoloComm
 from ..config.model import ACTIVATIONS, NORMS, RMS_NORM, ModelConfig
 from ..config.run_config import RunConfig
 from ..costs.activations import sequence_shards
-from ..costs.vocabulary import padded_vocab_size
+from ..costs.vocabulary import vocabulary_rows
 from ..host.timing import timings
 from ..nn.dropout_key import Dropout
 from ..nn.heads import Heads
@@ -55,7 +55,7 @@ COLUMNS: tuple[Column, ...] = (
 
 def _weight(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
     weight = torch.nn.Parameter(torch.randn(shape).mul_(0.02).to(dtype))
-    weight.main_grad = torch.zeros(shape)  # type: ignore[attr-defined]  # see shared.gradient_of
+    weight.main_grad = torch.zeros(shape)  # type: ignore[attr-defined]  # see nn.gradients.gradient_of
     return weight
 
 
@@ -69,7 +69,7 @@ def kernel_cases(run: RunConfig) -> dict[str, Callable[[Ops], Tensor]]:
     b = min(run.batch.micro_batch_size, LAYER_TOKENS // s)
     x = torch.randn(s, b, h).to(dtype).requires_grad_()
     residual = x.detach()[: s // sequence_shards(run)].requires_grad_()
-    rows = min(padded_vocab_size(model, tp) // tp, 2048)
+    rows = min(vocabulary_rows(run), 2048)
     table = _weight(rows, h, dtype=dtype)
     tokens = torch.randint(0, rows, (s, b))
     scores = DropoutKey(1, 1, 0, sample_dim=0)
