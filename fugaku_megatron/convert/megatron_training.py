@@ -9,6 +9,7 @@ Sources: megatron/training/checkpointing.py, megatron/core/optimizer (distrib_op
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -82,6 +83,7 @@ def open_run(
     if with_optimizer and not weights_only:
         optimizer = tensors.optimizer_state(common)
         tensors.check()
+    notes: list[str] = []
     rows = reader.files.shape(reader.places("embedding.word_embeddings.weight")[0].key)[0]
     tp = given.get("tensor_model_parallel_size") or 1
     config = {group: dict(_values(group, given)) for group in _COMPARED}
@@ -90,11 +92,19 @@ def open_run(
         "mask_vocab_padding": COUNTED,
         "make_vocab_size_divisible_by": rows // tp,
     }
+    state = {} if weights_only else _state(path, iteration, common, given, optimizer)
+    if optimizer and iteration and not state["optimizer_steps"] and tensors.has_moments():
+        state["optimizer_steps"] = iteration
+        notes.append(
+            f"note: {path}: the optimizer's step is 0 next to moments that are not 0, as an offloaded optimizer saves them: "
+            f"AdamW's bias correction continues from step {iteration}"
+        )
     head = {
         "iteration": iteration,
         "layout": _layout(given),
         "config": config,
-        "state": {} if weights_only else _state(path, iteration, common, given, optimizer),
+        "state": state,
+        "notes": notes,
     }
     names = tensors.names()
     return Checkpoint(directory, path, iteration, head, foreign=Foreign(names, tensors))
@@ -131,6 +141,12 @@ class _TrainingReader:
                     f"{files.path} holds no {kind} of {name} that every layout can read: save it with "
                     "--dist-ckpt-optim-fully-reshardable, or pass --no-load-optim",
                 )
+
+    def has_moments(self) -> bool:
+        """Return True if a moment is not 0. The smallest are read first, so that one is read as a rule."""
+        specs = self.weights.specs.values()
+        names = [spec.name for spec in sorted(specs, key=lambda spec: math.prod(spec.shape))]
+        return any(bool(self(f"{kind}/{name}").any()) for name in names for kind in MOMENTS)
 
     def __call__(self, key: str) -> Tensor:
         kind, _, name = key.rpartition("/")

@@ -132,25 +132,20 @@ def balancing_scores(logits: Tensor, chosen: Tensor, model: ModelConfig) -> tupl
     return scores, torch.zeros_like(scores).scatter_(1, chosen, 1.0)
 
 
-def balancing_loss(scores: Tensor, counts: Tensor, tokens: int, k: int) -> Tensor:
-    """Return e times the sum over experts of (share of all choices) (mean score), (); 1 if the load is even.
+def balancing_loss(scores: Tensor, counts: Tensor, tokens: Tensor, k: int) -> Tensor:
+    """Return the mean, (), over all tokens of the loss of each token's set.
 
-    scores (rows, e) are local; counts (e,) and tokens cover all ranks that share the sequence, whose results are summed.
+    A set's loss is e times the sum over experts of (share of all choices) (mean score); 1 if the load is even. A mean over tokens
+    does not depend on the samples that share a micro-batch.
+
+    scores: (rows, sets e) of this rank, 0 for padding; the results of all ranks that share the sequence are summed
+    counts: (sets e,), over all ranks that share the sequence, without padding
+    tokens: (sets,), likewise
     Source: Fedus et al. 2021, "Switch Transformers" (arXiv:2101.03961), equation 4.
-    """
-    return (scores.sum(0) * counts).sum() * (len(counts) / (k * tokens * tokens))
-
-
-def padded_balancing_loss(scores: Tensor, counts: Tensor, tokens: Tensor, k: int) -> Tensor:
-    """Return the mean `balancing_loss` () over the nonempty token sets.
-
-    scores: (rows, sets e) of this rank, 0 for padding.
-    counts, tokens: (sets e,), (sets,) without padding, over all ranks that share the sequence.
     """
     sums = (scores.sum(0) * counts).view(len(tokens), -1).sum(1)
     experts = len(counts) // len(tokens)
-    some = (tokens > 0).sum().clamp(min=1)
-    return (sums / tokens.clamp(min=1).square()).sum() * experts / (k * some)
+    return (sums / tokens.clamp(min=1)).sum() * experts / (k * tokens.sum().clamp(min=1))
 
 
 class Router(nn.Module):
@@ -244,11 +239,10 @@ class Router(nn.Module):
             counts = hits.reshape(len(hits) // sets, -1).sum(0)
             self.context.sum_over_sequence(counts)
             if padding is None:
-                tokens = ranks * len(shares)
-                loss = balancing_loss(shares, counts, tokens, model.moe_router_topk) / sets**2
+                tokens = torch.full((sets,), ranks * len(shares))
             else:
-                set_tokens = (~padding).sum(0).view(sets, -1).sum(1)
-                loss = padded_balancing_loss(shares, counts, set_tokens, model.moe_router_topk)
+                tokens = (~padding).sum(0).view(sets, -1).sum(1)
+            loss = balancing_loss(shares, counts, tokens, model.moe_router_topk)
             load[-2] += weight * loss.detach()
             scores = _WithLoss.apply(scores, factor * loss, balance_factor * weight)
         return scores

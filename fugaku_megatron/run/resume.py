@@ -56,6 +56,7 @@ def _resume(trainer: Trainer, resume: Resume) -> list[str]:
         f"resumed from {source} at iteration {trainer.progress.iteration}{adapting}",
         *machine_fault_note(trainer, checkpoint),
         *tracker_note(trainer, checkpoint),
+        *checkpoint.head.get("notes", ()),
     ]
     lines += [
         f"note: {phrase}: the loss curve changes from here on"

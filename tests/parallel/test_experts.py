@@ -4,6 +4,7 @@ import contextlib
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from fugaku_megatron.costs.buckets import bucket_elements, updated_elements
 from fugaku_megatron.costs.flops import model_flops
 from fugaku_megatron.costs.parameters import active_parameters, model_parameters
 from fugaku_megatron.costs.stages import stage_records
+from fugaku_megatron.data.marks import COUNTED, PADDED
 from fugaku_megatron.host import kernels
 from fugaku_megatron.host.observed import NONBLOCKING, VERBS, Observed
 from fugaku_megatron.nn.experts import Order, Route, in_turn, kept
@@ -264,6 +266,50 @@ def test_balancing_losses_reach_the_router(variant, again):
     torch.testing.assert_close(x.grad.view(32, 32), plain.grad, rtol=1e-4, atol=1e-7)
     load = mlp.router.take_load()
     assert load[:8].sum() == 64, "tokens are counted once, recomputed or not"
+
+
+class _PaddedChats:
+    """Samples of one chat each, with padding behind it; every fourth sample is padding alone."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        tokens = np.random.default_rng(index).integers(1, 90, 17)
+        marks = np.full(17, COUNTED)
+        end = (7, 17, 12, 0)[index % 4]
+        tokens[end:] = 0
+        marks[max(end - 1, 0) :] |= PADDED
+        marks[end:] = PADDED
+        return np.stack([tokens, marks])
+
+
+@pytest.mark.parametrize("flags", [{}, {"moe_z_loss_coeff": 0.1}, {"moe_router_topk": 1}])
+def test_losses_per_sample_do_not_depend_on_the_micro_batch(flags):
+    """The balancing losses have a large share of the gradient."""
+    found = []
+    for size in (1, 2, 4):
+        run = small_run(
+            **{
+                **EXPERTS,
+                "moe_router_load_balancing_type": ("seq_aux_loss",),
+                "moe_aux_loss_coeff": (0.3,),
+                "moe_router_pre_softmax": True,
+                "sft": True,
+                "mock_data": False,
+                "data_path": ("none",),
+                "micro_batch_size": size,
+                "global_batch_size": 8,
+                **flags,
+            }
+        )
+        trainer = make_trainer(SoloComm(), run, data=(_PaddedChats(), _PaddedChats()))
+        with contextlib.closing(trainer):
+            result = trainer.train_step()
+            found.append((whole_tensors(trainer, "grad"), result.experts))
+    for gradients, loads in found[1:]:
+        assert_near(gradients, found[0][0], 1e-5)
+        torch.testing.assert_close(loads, found[0][1])
 
 
 @pytest.mark.parametrize("topk", [1, 2])

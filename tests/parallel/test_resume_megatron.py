@@ -181,6 +181,8 @@ def write_run(directory: Path, kind: str = "fully_reshardable", **changes: Any) 
         optimizer = {0: {"param_state_sharding_type": kind}}
     elif kind == "fp32":
         optimizer = {"param_groups": [{"lr": 1e-3}], "state": {"common_step": torch.tensor(3.0)}}
+    elif kind == "offloaded":
+        optimizer["optimizer"] = {"param_groups": [{"step": 0}, {"step": 0}]}
     elif kind == "two_steps":
         optimizer["optimizer"] = {"param_groups": [{"step": DONE}, {"step": DONE + 1}]}
     elif kind == "chained":
@@ -224,6 +226,7 @@ def updated(world: Comm, directory: Path, **changes: Any) -> Tensors:
         ("fully_sharded_model_space", "pp2"),
         ("fp32", ""),
         ("chained", ""),
+        ("offloaded", ""),
     ],
 )
 def test_updates_equal_those_of_torch_s_adamw_from_the_same_state(tmp_path, kind, layout):
@@ -304,6 +307,22 @@ def test_the_log_names_what_continues(tmp_path):
     assert not [line for line in lines if "learning rate" in line or "vocabulary" in line]
     assert trainer.progress.consumed_samples == DONE * BATCH
     trainer.close()
+
+
+@pytest.mark.parametrize(("factor", "steps"), [(1.0, DONE), (0.0, 0)])
+def test_a_step_of_zero_is_the_iteration_if_there_are_moments(tmp_path, factor, steps, monkeypatch):
+    found = reference()
+    moments = {
+        kind: {name: factor * tensor for name, tensor in each.items()}
+        for kind, each in found.moments.items()
+    }
+    changed = found._replace(moments=moments)
+    monkeypatch.setitem(globals(), "reference", lambda: changed)
+    trainer, lines = resumed(SoloComm(), write_run(tmp_path, "offloaded"))
+    trainer.close()
+    assert trainer.optimizer.steps == steps
+    noted = [line for line in lines if f"continues from step {DONE}" in line]
+    assert len(noted) == bool(steps)
 
 
 def test_the_library_continues_a_run(tmp_path):
