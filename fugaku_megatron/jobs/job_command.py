@@ -17,7 +17,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from ..config.fields import check, flag
 from . import check as checks
 from . import job as jobs
 from . import limits, render, script
+from .submission import Submission
 
 OWN = (
     "nodes",
@@ -328,30 +328,7 @@ def submit(args: argparse.Namespace) -> int:
     if _problems(args, args.passed):
         return 2
     words = [*(["-g", args.group] if args.group else []), *args.passed]
-    if args.steps is None:
-        return subprocess.run(["pjsub", *words, args.file]).returncode
-    return _chain(words, args.file, args.steps)
-
-
-def _chain(words: list[str], file: str, steps: int) -> int:
-    """Submit step jobs; each starts only after the previous one's exit code 0."""
-    name = Path(file).stem
-    first = subprocess.run(
-        ["pjsub", *words, "--step", "--sparam", f"jnam={name},sn=1", file],
-        capture_output=True,
-        text=True,
-    )
-    sys.stdout.write(first.stdout)
-    sys.stderr.write(first.stderr)
-    job = re.search(r"Job (\d+)", first.stdout)
-    if first.returncode or job is None:
-        return first.returncode or 1
-    for step in range(2, steps + 1):
-        depends = f"jid={job[1]},sn={step},sd=ec!=0:all:{step - 1}"
-        code = subprocess.run(["pjsub", *words, "--step", "--sparam", depends, file]).returncode
-        if code:
-            return code
-    return 0
+    return Submission(words, args.file, args.steps).submit()
 
 
 def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:

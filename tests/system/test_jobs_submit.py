@@ -289,6 +289,76 @@ def test_submit_calls_pjsub_and_chains_steps(tmp_path, monkeypatch, command):
     assert said.read_text().splitlines() == lines and len(lines) == 4
 
 
+@pytest.fixture
+def pjsub(tmp_path, monkeypatch):
+    """Installs a pjsub with an exit code and a reply for each call; returns the file of its arguments."""
+    said = tmp_path / "said"
+    (tmp_path / "pjsub").write_text(
+        f'#!/bin/sh\necho "$@" >> {said}\ncall=$(grep -c . {said})\n'
+        f"cat {tmp_path}/reply$call\nexit $(cat {tmp_path}/code$call)\n"
+    )
+    (tmp_path / "pjsub").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def install(*replies: tuple[int, bytes]):
+        for call, (code, reply) in enumerate(replies, 1):
+            (tmp_path / f"reply{call}").write_bytes(reply)
+            (tmp_path / f"code{call}").write_text(str(code))
+        return said
+
+    return install
+
+
+QUEUED = b"[INFO] PJM 0000 pjsub Job 777_0 submitted.\n"
+PAGE = b"<html>503 Service Unavailable, Job 99 of the queue was submitted by nobody</html>\n"
+
+
+@pytest.mark.parametrize(
+    ("replies", "code", "calls", "in_queue", "left"),
+    [
+        ([(0, b"\xe9 " + QUEUED)] * 3, 0, 3, "steps 1 to 3 of 3 of job 777", 0),
+        ([(0, PAGE)], 1, 1, "", 0),
+        ([(0, b"")], 1, 1, "", 0),
+        ([(7, b"\xff")], 7, 1, "", 0),
+        ([(0, QUEUED), (0, PAGE)], 1, 2, "step 1 of 3 of job 777", 2),
+        ([(0, QUEUED), (0, QUEUED), (90, b"no answer")], 90, 3, "steps 1 to 2 of 3 of job 777", 1),
+        ([(0, QUEUED), (0, QUEUED.replace(b"777", b"99"))], 1, 2, "step 1 of 3 of job 777", 2),
+        ([(0, QUEUED), (5, QUEUED)], 5, 2, "steps 1 to 2 of 3 of job 777", 1),
+        ([(0, QUEUED), (0, QUEUED), (5, QUEUED)], 5, 3, "steps 1 to 3 of 3 of job 777", 0),
+    ],
+)
+def test_a_chain_that_breaks_says_what_is_in_the_queue_and_how_it_continues(
+    replies, code, calls, in_queue, left, pjsub, command
+):
+    said = pjsub(*replies)
+    file = FOLDER / "resume.sh"
+    ended = command(f"job submit {file} --no-files -g hp1 --steps 3", code=code)
+    printed = ended.stdout + ended.stderr
+    assert len(said.read_text().splitlines()) == calls
+    assert f"in the queue: {in_queue}" in printed if in_queue else "look with pjstat" in printed
+    steps = [f"jid=777,sn={step},sd=ec!=0:all:{step - 1}" for step in range(4 - left, 4)]
+    commands = [f"pjsub -g hp1 --step --sparam '{step}' {file}" for step in steps]
+    lines = ended.stderr.splitlines()
+    assert [line for line in lines if "--sparam" in line] == [f"job submit: {c}" for c in commands]
+    assert ("pjdel 777" in printed) == bool(left)
+
+
+@pytest.mark.parametrize(
+    ("reply", "code", "says"),
+    [
+        ((0, QUEUED), 0, ""),
+        ((0, PAGE), 1, "whether a job is in the queue is not known"),
+        ((3, b"[ERR.] PJM 0090\n"), 3, "pjsub ended with code 3 and no line"),
+        ((3, QUEUED), 3, "in the queue: job 777: the same command would submit again"),
+    ],
+)
+def test_a_single_job_is_submitted_only_if_pjsub_says_so(reply, code, says, pjsub, command):
+    said = pjsub(reply)
+    ended = command(f"job submit {FOLDER}/resume.sh --no-files -g hp1", code=code)
+    assert says in ended.stderr and bool(says) == bool(ended.stderr)
+    assert len(said.read_text().splitlines()) == 1
+
+
 def test_the_script_of_the_checkout_is_the_command():
     done = run_python(ROOT / "scripts" / "submit.py", "plan", "--recipe", "30b", code=2)
     assert (
