@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ..config.experts import EXPERTS, ExpertRanks
@@ -34,10 +35,12 @@ from ..config.no_effect import no_effect_notes
 from ..config.pipeline_layout import PipelineLayoutFields, with_stages
 from ..config.recipes import RECIPES
 from ..config.run_config import GROUP_OF, GROUPS, RunConfig
+from ..text.foreign_models import conversion, is_hugging_face
 from .otel_variables import with_otel_variables
 from .parser import Parser, add_field, nearest
 from .yaml_flags import complete_from_yaml
 
+MODEL_FLAGS = "model.flags"  # file of a converted model: words of train's command line
 _OTHER = "other "  # prefix of parsed flags that are not fields of config
 
 # Other flags that fit some runs only: the condition, and the reason of a refusal.
@@ -229,11 +232,29 @@ def make_run(recipe: str | None, values: FieldValues) -> RunConfig:
     for name, value in values.items():
         groups[GROUP_OF[name]][name] = value
     missing = _missing(groups, {})
-    check(
-        not missing,
-        f"{', '.join(missing)} must be passed, or a --recipe that sets them: {', '.join(RECIPES)}",
-    )
+    check(not missing, f"{', '.join(missing)} must be passed{_source_of_flags(missing, values)}")
     return RunConfig(**{group: config(**groups[group]) for group, config in GROUPS.items()})
+
+
+def _source_of_flags(missing: Sequence[str], values: FieldValues) -> str:
+    """Return the end of a message about missing flags: where those of a named model are, else the recipes."""
+    for name in ("pretrained_checkpoint", "load"):
+        directory = values.get(name) or ""
+        file = Path(directory) / MODEL_FLAGS
+        if directory and file.is_file():
+            known = file.read_text(encoding="utf-8", errors="replace").split()
+            rest = ", ".join(each for each in missing if each not in known)
+            others = f"; pass {rest} too" if rest else ""
+            return f": {flag(name)} {directory} has those of its model in {file}: add $(cat {file}){others}"
+        if directory and is_hugging_face(directory):
+            return (
+                f": {flag(name)} {directory} holds a model of Hugging Face: {conversion(directory)}, "
+                f"with $(cat NEW/{MODEL_FLAGS})"
+            )
+    own = ""
+    if values.get("load"):
+        own = " --use-checkpoint-args, for those of the checkpoint in --load, or"
+    return f", or{own} a --recipe that sets them: {', '.join(RECIPES)}"
 
 
 def _missing(groups: Mapping[str, FieldValues], values: FieldValues) -> list[str]:

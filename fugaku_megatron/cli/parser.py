@@ -12,6 +12,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ..config.fields import Declaration, Refused, as_tuples, declarations
+from .names_elsewhere import equivalent
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -191,6 +192,11 @@ def _short(message: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str, cutoff: float = 0.6) -> str:
-    """Return a message's end about an unknown word: the nearest known, or `otherwise`."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
-    return f": did you mean {near[0]}?" if near else otherwise
+    """Return a message's end about an unknown word, or `otherwise`.
+
+    The end names the known word with the meaning that `word` has in another program, else the nearest.
+    """
+    words = list(known)
+    near = [equivalent(word, words) or "", *difflib.get_close_matches(word, words, 1, cutoff)]
+    found = next(filter(None, near), None)
+    return f": did you mean {found}?" if found else otherwise

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.manifest import CARRIED, existing_iteration
-from ..cli.arguments import model_flags
+from ..cli.arguments import MODEL_FLAGS, model_flags
 from ..config.fields import check, check_positive, flag, flag_words
 from ..host import allocator
 from ..start import environment
@@ -45,7 +45,6 @@ OF_FORMAT: dict[str, dict[str, Any]] = {
     },
     DIST_FORMAT: {"hybrid_layer_pattern": None, "common_state": COMMON_FILE},
 }
-FLAGS = "model.flags"  # next to the iterations: words of train's command line
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SIZE = re.compile(r"(\d+)([KMG]I?B)?", re.IGNORECASE)
 
@@ -75,7 +74,9 @@ SOURCES_OF = {
 def _save(weights: Weights, directory: Path, options: argparse.Namespace) -> None:
     save_own(weights, directory, None if options.merge else weights.adapters)
     carry(weights.carried, directory / CARRIED)
-    (directory / FLAGS).write_text(" ".join(_flags(weights, options)) + "\n", encoding="utf-8")
+    (directory / MODEL_FLAGS).write_text(
+        " ".join(_flags(weights, options)) + "\n", encoding="utf-8"
+    )
 
 
 def _flags(weights: Weights, options: argparse.Namespace) -> list[str]:
@@ -184,8 +185,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to-gguf", metavar="FILE", help="to: a file for llama.cpp")
     parser.add_argument(
         "--gguf-type",
-        choices=tuple(TYPES),
-        help="format of the matrices in --to-gguf; norms and biases are f32 "
+        type=str.lower,
+        metavar="TYPE",
+        help=f"{', '.join(TYPES)}: format of the matrices in --to-gguf; norms and biases are f32 "
         "(default: that of the weights)",
     )
     parser.add_argument(
@@ -335,6 +337,11 @@ def check_options(options: argparse.Namespace) -> tuple[str, str]:
         "--chat-template is for --save, --to-hf and --to-gguf: leave it out",
     )
     check(
+        options.gguf_type in (None, *TYPES),
+        f"--gguf-type {options.gguf_type}: pass {' or '.join(TYPES)}; llama.cpp makes other types from such a file: "
+        f"llama-quantize FILE NEW {options.gguf_type}",
+    )
+    check(
         options.gguf_type is None or destination == "to_gguf",
         f"--gguf-type {options.gguf_type} is for --to-gguf: pass both",
     )
@@ -401,6 +408,6 @@ def main(options: argparse.Namespace) -> int:
     print(f"{flag(source)} {getattr(options, source)}: {parameters:,} parameters are in {target}")
     if destination == "save":
         print(
-            f"the model's flags for train are in {Path(target) / FLAGS}: {' '.join(_flags(weights, options))}"
+            f"the model's flags for train are in {Path(target) / MODEL_FLAGS}: {' '.join(_flags(weights, options))}"
         )
     return 0

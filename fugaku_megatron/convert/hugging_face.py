@@ -15,6 +15,7 @@ from torch import Tensor
 from ..checkpoint.tensor_files import DTYPES
 from ..config.fields import check
 from ..config.model import ModelConfig
+from ..text.foreign_models import hub_note
 from ..text.named_files import about
 from .architectures import TEXT_OF, Architecture
 from .carried_files import carry
@@ -39,7 +40,8 @@ def open_hugging_face(directory: str) -> Weights:
     path = Path(directory)
     check(
         path.is_dir(),
-        f"--from-hf {directory} is not a directory: pass one that holds {FILE} and safetensors",
+        f"--from-hf {directory} is not a directory: pass one that holds {FILE} and safetensors"
+        + hub_note(directory),
     )
     with about(f"--from-hf {directory}"):
         config = read_json(path / FILE)

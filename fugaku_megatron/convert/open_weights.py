@@ -15,6 +15,7 @@ from ..checkpoint.manifest import (
     own_checkpoint,
 )
 from ..config.fields import check
+from ..text.foreign_models import hub_note
 from ..text.named_files import about
 from .hugging_face import open_hugging_face
 from .own_checkpoint import BASE_FLAG, open_own
@@ -83,7 +84,7 @@ def open_weights(
     check(
         path.is_dir(),
         f"{directory} is not a directory: pass a checkpoint of this program or of Megatron-LM, or a directory of "
-        "Hugging Face",
+        f"Hugging Face{hub_note(directory)}",
     )
     try:
         if own := own_checkpoint(directory, iteration):

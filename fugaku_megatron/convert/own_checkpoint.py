@@ -33,6 +33,7 @@ from ..config.model import architecture
 from ..config.run_config import saved_run
 from ..nn.adapters import FINGERPRINTS, bits_number
 from ..nn.model import VOCABULARY
+from ..text.foreign_models import no_checkpoint
 from ..text.named_files import about
 from .weights import Adapters, Shapes, Weights, adapter_shapes, layer_of, shapes, specs
 
@@ -81,7 +82,7 @@ def open_own(
     with about(f"--load {directory}"):
         found = iteration_to_load(directory) if iteration is None else iteration
         if found is None:
-            raise ValueError("holds no checkpoint")
+            raise ValueError(no_checkpoint(directory, f"pass --from-hf {directory}"))
         manifest = read_manifest(directory, found)
         run = saved_run(manifest, (1, 1))
         model = run.model

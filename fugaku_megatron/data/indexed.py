@@ -63,6 +63,12 @@ def _file_size(path: str) -> int:
     remedy = f"is --data-path right? If it is, {REBUILD}"
     if path.endswith((".bin.bin", ".idx.idx", ".bin.idx", ".idx.bin")):
         remedy = "pass the prefix without .bin or .idx"
+    text = path.removesuffix(".idx").removesuffix(".bin")
+    if not os.path.lexists(path) and os.path.exists(text):
+        remedy = (
+            f"{text} is no prefix of such files: pass the --output-prefix of fugaku-megatron preprocess --input {text} "
+            "(of chats, with --chat)"
+        )
     raise ValueError(
         f"{path}: cannot be read ({reason}); a dataset is a .bin and an .idx file: {remedy}"
     )

@@ -36,6 +36,7 @@ from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops, quantize_activations
 from ..nn.parameter import PARAMETER_DTYPES, ModelParameter, parameters_of
 from ..nn.q8_weight import Q8Weight, scales_of
+from ..text.foreign_models import no_checkpoint
 from ..tokenizers.tokenizer import Tokenizer, TokenizerFlags, add_tokenizer_flags
 from .recorded_step import RecordingKernels
 from .tokenizer_choice import choose_tokenizer
@@ -129,7 +130,7 @@ class Source:
         step = self.ckpt_step
         iteration = on_root(world, lambda: iteration_to_load(self.load) if step is None else step)
         if iteration is None:
-            raise ValueError(f"--load {self.load} holds no checkpoint")
+            raise ValueError(f"--load {self.load} {no_checkpoint(self.load)}")
         return iteration, on_root(world, lambda: checkpoint.read_manifest(self.load, iteration))
 
     def open_tokenizer(self, manifest: Manifest) -> Tokenizer:

@@ -24,6 +24,7 @@ from ..config.model import COUNTED, MASKED, UNRESOLVED, ModelConfig
 from ..config.run_config import RunConfig
 from ..data.dataset import DataOrder
 from ..observe.history import HISTORY
+from ..text.foreign_models import hub_note, is_hugging_face, no_checkpoint
 from ..text.named_files import JsonObject
 from ..training.trainer import ForeignModel, Progress, layout_record
 from .loop import LOSS_CURVE
@@ -79,6 +80,10 @@ def check_source(load: str, save: str | None) -> None:
         f"--load {load} is one iteration of a checkpoint: pass its parent {path.parent} and "
         f"--ckpt-step {path.name.removeprefix('iter_').lstrip('0') or 0}",
     )
+    check(
+        not is_hugging_face(path),
+        f"--load {load} {no_checkpoint(load)} as --pretrained-checkpoint",
+    )
     own = save is not None and path.resolve() == Path(save).resolve()
     check(
         own,
@@ -111,7 +116,7 @@ def open_pretrained(directory: str, world: Comm, iteration: int | None = None) -
             known,
             f"--pretrained-checkpoint {directory} holds no checkpoint of this program: write one "
             "with fugaku-megatron "
-            f"convert --from-hf (or --from-megatron) {directory} --save NEW, and pass NEW",
+            f"convert --from-hf (or --from-megatron) {directory} --save NEW, and pass NEW{hub_note(directory)}",
         )
     return open_checkpoint(directory, world, iteration)
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..text.foreign_models import hub_note
 from ..text.named_files import unreadable
 from ..text.optional_packages import optional_package
 from .sentencepiece_tokenizer import load_pieces, pieces_kind
@@ -150,7 +151,7 @@ class HuggingFaceTokenizer:
         if not has_tokenizer(path):
             raise ValueError(
                 f"--tokenizer-model {folder}: no folder with {' or '.join(HUGGING_FACE_FILES)} in it: pass the folder "
-                "of a model or tokenizer in Hugging Face's form"
+                f"of a model or tokenizer in Hugging Face's form{hub_note(folder)}"
             )
         self.library = _auto_tokenizer(path, f"--tokenizer-model {folder}")
         vocabulary = self.library.get_vocab()

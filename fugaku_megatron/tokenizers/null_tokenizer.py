@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .token_range import check_range
+from .token_range import NULL_REMEDY, check_range
 from .utf8 import clean
 
 
@@ -32,7 +32,7 @@ class NullTokenizer:
                 "type"
             )
         ids = [int(word[:20]) for word in words]
-        check_range(ids, self.vocab_size, "pass a larger --vocab-size")
+        check_range(ids, self.vocab_size, NULL_REMEDY)
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -86,6 +86,14 @@ def test_memory_has_huge_pages_before_weights_are_loaded(monkeypatch):
         (["--prompt", ""], "a prompt is empty"),
         ([], "nothing to continue: pass --prompt TEXT"),
         (["--prompt", "a", "--load", "."], "--load . holds no checkpoint"),
+        (
+            ["--prompt", "a", "--load", "hf"],
+            "--load hf holds a model of Hugging Face .* --from-hf hf",
+        ),
+        (
+            ["--prompt", "a", "--load", "Qwen/Qwen3-0.6B"],
+            "no such directory; nothing is downloaded",
+        ),
         (["--prompt", "a", "--ckpt-step", "7"], "iter_0000007"),
         (["--prompt", "a", "--foo"], "unknown flag --foo"),
         (["--prompt", "a", "--interactive"], "--interactive asks for prompts"),
@@ -119,6 +127,8 @@ def test_mistakes(write, tmp_path, monkeypatch, flags, message):
         ("d", b"\xff"),
     ):
         Path(name).write_bytes(content)
+    Path("hf").mkdir()
+    Path("hf/config.json").write_text("{}")
     with pytest.raises(ValueError, match=message):
         write(*flags)
 

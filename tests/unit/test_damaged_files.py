@@ -69,6 +69,17 @@ def test_lines_of_json(tmp_path):
     assert refusals(path, read) > ROUNDS / 2
 
 
+@pytest.mark.parametrize("name", ["chats.jsonl", "texts"])
+def test_text_in_place_of_a_dataset(tmp_path, name):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "chats.jsonl").write_text('{"text": "a"}')
+    remedy = (
+        f"--output-prefix of fugaku-megatron preprocess --input .*{name} .of chats, with --chat"
+    )
+    with pytest.raises(ValueError, match=remedy):
+        IndexedDataset(tmp_path / name)
+
+
 @pytest.mark.parametrize("kind", OTHER_KINDS)
 @pytest.mark.parametrize("suffix", [".idx", ".bin"])
 def test_a_dataset_that_is_not_a_file(tmp_path, suffix, kind):

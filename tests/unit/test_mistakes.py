@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from fugaku_megatron.cli import program
-from fugaku_megatron.cli.arguments import build_parser, interpret, make_run
+from fugaku_megatron.cli.arguments import build_parser, field_values, interpret, make_run
+from fugaku_megatron.cli.names_elsewhere import EQUIVALENTS
+from fugaku_megatron.cli.parser import Parser
 from fugaku_megatron.config.fields import flag
 from fugaku_megatron.config.run_config import GROUPS
 from fugaku_megatron.run.plan import Plan
@@ -56,6 +58,23 @@ FLAGS = {
             "unknown flag --tensor-model-paralell-size=2: did you mean --tensor-model-parallel-size?",
         ),
         ("--quux 3", "unknown flag --quux: see --help"),
+        # Names of other programs
+        ("--learning-rate 1", "unknown flag --learning-rate: did you mean --lr?"),
+        ("--learning_rate=1", "unknown flag --learning_rate=1: did you mean --lr?"),
+        (
+            "--num_train_epochs 3",
+            "did you mean --train-iters, where an epoch is the number of samp",
+        ),
+        ("--output-dir x", "unknown flag --output-dir: did you mean --save?"),
+        (
+            "--model-name-or-path x",
+            "did you mean --pretrained-checkpoint, the --save of fugaku-megatron convert --from-hf?",
+        ),
+        (
+            "--max-steps 3 --quux --gradient_accumulation_steps 8",
+            "unknown flags --max-steps (did you mean --train-iters?), --quux, "
+            "--gradient_accumulation_steps (did you mean --global-batch-size, the samples of",
+        ),
         (
             "stray",
             "--train-iters takes one value, and 2 words follow it, 20 stray: leave out stray",
@@ -738,6 +757,57 @@ COMMANDS = {
         ),
         ("--name a}b", "--name 'a}b': "),
     ],
+    "train --micro-batch-size 2": [
+        (
+            "--sft --pretrained-checkpoint own",
+            "--num-layers, --hidden-size, --num-attention-heads, --seq-length must be passed: "
+            "--pretrained-checkpoint own has those of its model in own/model.flags: add "
+            "$(cat own/model.flags); pass --hidden-size, --num-attention-heads, --seq-length too",
+        ),
+        (
+            "--load own --finetune",
+            "must be passed: --load own has those of its model in own/model.flags",
+        ),
+        (
+            "--pretrained-checkpoint hf",
+            "hf holds a model of Hugging Face: convert it with fugaku-megatron convert --from-hf hf",
+        ),
+        ("--load trained", "must be passed, or --use-checkpoint-args, for those of the checkpoint"),
+    ],
+    "convert": [
+        ("--load hf --to-gguf m.gguf", "--load hf: holds a model of Hugging Face ... --from-hf hf"),
+        *(
+            (f"--from-hf hf --to-gguf m.gguf --gguf-type {name}", message)
+            for name, message in (
+                ("q4_k_m", "--gguf-type q4_k_m: pass f32 or f16 or bf16 or q8_0; llama.cpp makes"),
+                ("IQ4_XS", "from such a file: llama-quantize FILE NEW iq4_xs"),
+            )
+        ),
+        *(
+            (f"{source} {name} --to-gguf m.gguf", f"{message}; nothing is downloaded: ... {name} ")
+            for source, name, message in (
+                ("--from-hf", "Qwen/Qwen3-0.6B", "pass one that holds config.json and safetensors"),
+                ("--from-hf", "gpt2", "pass one that holds config.json and safetensors"),
+                ("--load", "Qwen/Qwen3-0.6B", "holds no checkpoint: there is no such directory"),
+            )
+        ),
+        ("--from-hf ./none --save x", "holds config.json and safetensors"),
+        ("--from-hf hf --outfile m.gguf", "unknown flag --outfile: did you mean --to-gguf?"),
+    ],
+    "generate --load hf --prompt a": [
+        ("--temp 1", "unknown flag --temp: did you mean --temperature?"),
+        ("--max_tokens 1", "unknown flag --max_tokens: did you mean --max-new-tokens?"),
+    ],
+    "preprocess --input chats.jsonl --output-prefix x": [
+        (
+            "--tokenizer-type NullTokenizer --vocab-size 9",
+            "found only keys messages: pass --chat for chats",
+        ),
+        (
+            "--tokenizer-type HuggingFaceTokenizer --tokenizer-model Qwen/Qwen3-0.6B",
+            "; nothing is downloaded: ... hf download Qwen/Qwen3-0.6B --local-dir DIR writes",
+        ),
+    ],
     "supervise": [
         ("", "pass the command after --"),
         ("-- mpiexec sleep 1", "does not start pretrain_gpt.py or fugaku-megatron train"),
@@ -822,7 +892,32 @@ def test_keywords_have_the_rules_of_the_parser(name, value, message):
 @pytest.mark.parametrize(("command", "words", "line"), rows(COMMANDS))
 def test_wrong_words_of_a_command_end_it(command, words, line, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "LOG").write_text(" iteration 1/ 2 | lm loss: 1.0 |\n")
+    files = {
+        "LOG": " iteration 1/ 2 | lm loss: 1.0 |\n",
+        "hf/config.json": "{}",
+        "own/model.flags": "--num-layers 2\n",
+        "chats.jsonl": '{"messages": []}\n',
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
     assert program.main(shlex.split(f"{command} {words}")) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.endswith("\n") and matches(err.removesuffix("\n"), line)
+
+
+def test_names_elsewhere_lead_to_flags_of_commands():
+    parsers = {}
+    for name in ("train", "preprocess", "convert", "generate"):
+        parsers[name] = Parser()
+        program.COMMANDS[name].load().add_arguments(parsers[name])
+    options = {name: parser._option_string_actions.keys() for name, parser in parsers.items()}
+    for row in EQUIVALENTS:
+        known = [flags for flags in options.values() if f"--{row.flag}" in flags]
+        assert known, row.flag
+        assert any(f"--{name}" not in flags for name in row.names.split() for flags in known)
+
+
+def test_a_keyword_of_another_program_is_named():
+    with pytest.raises(ValueError, match="^unknown keyword learning_rate: did you mean lr?"):
+        field_values({"learning_rate": 1e-3})

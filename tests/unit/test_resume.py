@@ -113,10 +113,13 @@ def iteration(load, save=None) -> int | None:
 def test_a_load_without_a_checkpoint_is_refused(saved, tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
     for load, message in (
         (tmp_path / "file", "is a file"),
         (tmp_path / "typo", "holds no checkpoint"),
         (tmp_path, "holds no checkpoint"),
+        (tmp_path / "hf", "convert --from-hf .*hf --save NEW, and pass NEW as --pretrained"),
         (tmp_path / "loop", "is a symbolic link to itself"),
         (f"{saved}/iter_0000003", "pass its parent .* and --ckpt-step 3"),
     ):

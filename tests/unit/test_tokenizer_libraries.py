@@ -132,7 +132,8 @@ def test_numbers_and_names():
     for text, message in (
         ("5 x", "'x' is not one"),
         ("-1", "'-1' is not one"),
-        ("100", "token id 100 is outside the vocabulary of 100"),
+        ("100", "token id 100 is outside the vocabulary of 100: .* pass --vocab-size 101 for its"),
+        ("101", "token id 101 is outside the vocabulary of 100: pass a larger --vocab-size$"),
     ):
         with pytest.raises(ValueError, match=message):
             ours.encode(text)

@@ -19,7 +19,7 @@ from ..files import say
 from .compressed_text import lines, text_blocks
 from .formats import LINES, TABLES, VALUES, Form, form_of
 from .json_values import values
-from .tables import TEXT, Columns, rows
+from .tables import TEXT, Columns, chat_note, rows
 
 T = TypeVar("T")
 CONVERT = "pass text in UTF-8, as iconv -t UTF-8 writes it"
@@ -207,6 +207,6 @@ def document_texts(document: Document, keys: Sequence[str]) -> list[str | bytes]
                 type(record[key]).__name__ if key in record else f"only keys {', '.join(record)}"
             )
             raise ValueError(
-                f"{where}: expected text under key {key!r} (--json-keys), found {content[:200]}"
+                f"{where}: expected text under key {key!r} (--json-keys), found {content[:200]}{chat_note(record)}"
             )
     return [record[key] for key in keys]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,11 @@ class Columns(NamedTuple):
 TEXT = Columns()
 # what chats.py reads of a line
 CHAT = Columns(("messages", "prompt", "completion", "tools", "chat_template_kwargs"), needed=False)
+
+
+def chat_note(names: Collection[str]) -> str:
+    """Return the end of a message about a record, or a table, of these names that lacks its text."""
+    return ": pass --chat for chats" if {*CHAT.names} & {*names} else ""
 
 
 def rows(path: str, kind: str, columns: Columns, skip: int) -> Iterator[Record]:
@@ -114,7 +119,9 @@ def choose_columns(path: str, schema: Any, columns: Columns) -> list[str]:
         return names
     for name in columns.names:
         if name not in schema.names:
-            raise ValueError(f"--input {path}: has no column {name!r} (--json-keys); {known}")
+            raise ValueError(
+                f"--input {path}: has no column {name!r} (--json-keys); {known}{chat_note(schema.names)}"
+            )
         kind = schema.field(name).type
         kind = kind.value_type if types.is_dictionary(kind) else kind
         if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
