@@ -11,6 +11,15 @@ from .span_groups import span_groups
 TEXTFILE_SUFFIX = ".prom"  # of the files that node_exporter reads
 
 
+LOG_INTERVALS = (1, 2, 5, 10, 20, 50, 100)  # 100 is Megatron-LM's default
+LOG_LINES = 20
+
+
+def default_log_interval(iterations: int) -> int:
+    """Return the longest interval with LOG_LINES lines, for a run of so many iterations."""
+    return max((n for n in LOG_INTERVALS if n * LOG_LINES <= iterations), default=1)
+
+
 @cached_hash
 @dataclass(frozen=True, kw_only=True)
 class OutputConfig:
@@ -56,7 +65,10 @@ class OutputConfig:
         "during the run; the newest complete checkpoint of both is loaded"
     )
     async_save: bool = switch("copy a checkpoint to memory and write it during training")
-    log_interval: int = option(100, "iterations between log lines")
+    log_interval: int | None = optional(
+        "iterations between log lines (default: the longest of 1, 2, 5, 10, 20, 50 and 100 with 20 lines or more in the "
+        "whole run)"
+    )
     log_live: str = option(
         "auto",
         "one live line with loss, tokens/s and time left instead of log lines; auto: on a terminal, also "

@@ -30,7 +30,7 @@ def iteration_line(plan: Plan) -> str:
     peak = fma_peak_gflops(PEAK_ROUNDS) * 1e9
     low, high = (short_seconds(flops / peak / share) for share in FMA_SHARE)
     return (
-        f"time: about {low} to {high} per iteration, with a log line every {plan.config.output.log_interval} (estimate from "
+        f"time: about {low} to {high} per iteration, with a log line every {plan.log_interval} (estimate from "
         f"{peak / 1e9:.0f} GFLOP/s of FP32 multiply-adds in this rank)"
     )
 

@@ -167,7 +167,7 @@ class Session:
         run = self.config
         consumed = trainer.progress.consumed_samples
         norm = trainer.optimizer.params_norm() if run.output.log_params_norm else None
-        logs = self._ends(run.output.log_interval) or self.iteration == self.iterations
+        logs = self._ends(self.writer.log_interval) or self.iteration == self.iterations
         if logs:
             for observer in self.observers:
                 values |= observer.finish_interval(self.iteration)

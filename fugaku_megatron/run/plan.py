@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from ..config import batches
 from ..config.layout import Layout
+from ..config.output import default_log_interval
 from ..config.parallel import EITHER, P2P
 from ..config.param_schedule import ParamSchedule
 from ..config.run_config import RunConfig
@@ -166,6 +167,11 @@ class Plan:
             evaluations=evaluations,
             valid_samples=self.valid_samples(evaluations),
         )
+
+    @property
+    def log_interval(self) -> int:
+        given = self.config.output.log_interval
+        return given or default_log_interval(self.length.iterations)
 
     def evaluations(self, iterations: int) -> int:
         """Count evaluations: one every --eval-interval and one at the end; with --skip-train one."""

@@ -226,7 +226,7 @@ def start(
     output = run.output
     writer = MetricsWriter(
         plan.length.iterations,
-        output.log_interval,
+        plan.log_interval,
         LogOutputs(
             tensorboard_dir=output.tensorboard_dir,
             history=Path(output.save) / HISTORY if output.save else None,

@@ -18,7 +18,8 @@ from fugaku_megatron.observe.iteration_metrics import (
     parse_log,
 )
 from fugaku_megatron.observe.metrics_writer import LogOutputs, MetricsWriter
-from tests.helpers import A100
+from fugaku_megatron.run.plan import Plan
+from tests.helpers import A100, small_run
 
 
 def _step(iteration, **changes):
@@ -34,6 +35,22 @@ def _step(iteration, **changes):
         "tflops": 1.5,
     }
     return IterationMetrics(iteration, 10, **{**step, **changes})
+
+
+@pytest.mark.parametrize(
+    ("flags", "interval"),
+    [
+        ({"train_iters": 3}, 1),
+        ({"train_iters": 120}, 5),
+        ({"train_iters": 300}, 10),
+        ({"train_iters": 2000}, 100),
+        ({"train_samples": 960, "train_iters": None}, 10),  # 240 iterations
+        ({"train_iters": 120, "log_interval": 100}, 100),
+    ],
+)
+def test_the_default_interval_shows_the_progress_of_a_short_run(flags, interval):
+    run = small_run(**{"global_batch_size": 4, "lr_warmup_fraction": None, **flags})
+    assert Plan.of(run, 1).log_interval == interval
 
 
 def _writer(interval, **outputs):
