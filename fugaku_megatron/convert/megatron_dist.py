@@ -40,6 +40,7 @@ from .megatron_arguments import (
 )
 from .megatron_delta_net import is_shifted, joined_parts, parts_of, shifted, split_parts
 from .megatron_names import MLP_NORM, fused_norms, our_name, their_name
+from .megatron_pickles import save_pickled
 from .torch_dist import COMMON_STATE, DistFiles, DistWriter, GlobalPiece, Shape, object_key
 from .weights import (
     Weights,
@@ -89,8 +90,9 @@ def dist_reader(
         if name is not None and STATE.fullmatch(key) is None and "optimizer" not in key:
             stored[name] = key
     check(WORD_EMBEDDINGS in stored, f"{path} holds no {WORD_EMBEDDINGS}")
-    rows = files.shape(stored[WORD_EMBEDDINGS])[0]
-    model = checked_model(path, given, rows, vocab_size, ignored)
+    shape = files.shape(stored[WORD_EMBEDDINGS])
+    check(len(shape) > 0, f"{path}: {stored[WORD_EMBEDDINGS]} has no rows")
+    model = checked_model(path, given, shape[0], vocab_size, ignored)
     reader = DistReader(files, model, specs(model), stored)
     reader.check({OUTPUT} if model.tied else set())
     return reader, {**common, "args": given}
@@ -155,10 +157,10 @@ class DistReader:
             check_elements(self.files.path, spec, elements)
             read |= {place.key for place in places}
             for place in places:
-                layers = self.files.shape(place.key)[0]
+                shape = self.files.shape(place.key)
                 check(
-                    place.layer is None or layers == self.model.num_layers,
-                    f"{self.files.path}: {place.key} has {layers} layers, and num_layers is "
+                    place.layer is None or shape[:1] == (self.model.num_layers,),
+                    f"{self.files.path}: {place.key} has shape {list(shape)}, and num_layers is "
                     f"{self.model.num_layers}",
                 )
         check_rest(
@@ -231,7 +233,8 @@ def save_dist(weights: Weights, directory: Path, form: DistFormat) -> None:
     writer = DistWriter(path)
     common = {"args": args, "checkpoint_version": VERSION, "iteration": 0}
     if form.common_file:
-        torch.save(common, path / TORCH_DIST_COMMON)
+        with open(path / TORCH_DIST_COMMON, "wb") as stream:
+            save_pickled(common, stream)
     else:
         writer.add_object(object_key(COMMON_STATE), common)
     for key in names.extra_states():

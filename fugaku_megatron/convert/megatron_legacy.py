@@ -28,7 +28,7 @@ from ..nn.parameter import ParameterSpec
 from .megatron_arguments import VERSION, arguments_of, by_name, checked_model, pattern_of
 from .megatron_dist import RELEASE, padded
 from .megatron_names import fused_norms, our_name, their_name
-from .megatron_pickles import load_pickled
+from .megatron_pickles import load_pickled, save_pickled
 from .weights import Weights, at_layer, check_elements, check_rest, layer_of, specs, widest
 
 FILE = "model_optim_rng.pt"
@@ -321,7 +321,8 @@ def save_legacy(weights: Weights, directory: Path, form: LegacyFormat) -> None:
         folder = directory / RELEASE / form.folder(rank, stage, expert)
         folder.mkdir(parents=True)
         contents = _RankWriter(weights, form, rank, stage, expert).contents()
-        torch.save(contents, folder / FILE)
+        with open(folder / FILE, "wb") as stream:
+            save_pickled(contents, stream)
     write_text(directory / TRACKER, RELEASE)
 
 

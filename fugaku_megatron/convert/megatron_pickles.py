@@ -12,9 +12,10 @@ import gc
 import io
 import pickle
 import struct
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint import metadata
@@ -63,7 +64,10 @@ UNREADABLE = (
     RuntimeError,
     struct.error,
     pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    MemoryError,
 )
+_ZIP = b"PK\x03\x04"
 
 
 class Nothing:
@@ -84,15 +88,43 @@ def load_pickled(path: Path) -> FieldValues:
     code.
     """
     check(path.is_file(), f"{path} is missing")
-    contents = _load(
-        path,
-        str(path),
-        f"{path} is not a file of torch.save, or torch before 1.6 wrote it",
-        f"{path} is damaged",
-    )
+    foreign = f"{path} is not a file of torch.save, or torch before 1.6 wrote it"
+    with open(path, "rb") as stream:
+        check_uncompressed(stream, path.stat().st_size, foreign)
+    contents = _load(path, str(path), foreign, f"{path} is damaged")
     check(isinstance(contents, dict), f"{path} holds {type(contents).__name__}, not a dictionary")
     state: FieldValues = contents
     return state
+
+
+def check_uncompressed(stream: BinaryIO, size: int, damaged: str) -> None:
+    """Raise ValueError if a torch.save file expands in memory beyond its `size` in bytes.
+
+    torch.save never compresses. damaged: beginning of a message
+    """
+    begin = stream.read(len(_ZIP))
+    stream.seek(0)
+    if begin != _ZIP:
+        return
+    try:
+        with zipfile.ZipFile(stream) as archive:
+            expanded = sum(record.file_size for record in archive.infolist())
+    except UNREADABLE as error:
+        raise ValueError(f"{damaged}: {_first_line(error)}") from error
+    check(
+        expanded <= size,
+        f"{damaged}: its {size} bytes expand to {expanded}, and torch.save never compresses",
+    )
+
+
+def save_pickled(value: Any, stream: BinaryIO) -> None:
+    """Write as torch.save. Raise the stream's OSError, which torch hides behind an error of its own."""
+    try:
+        torch.save(value, stream)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def load_object(data: bytes, name: str, damaged: str) -> Any:

@@ -33,7 +33,14 @@ from torch.distributed.checkpoint.metadata import (
 from ..checkpoint.manifest import TORCH_DIST, TORCH_DIST_COMMON, fsync, write_text
 from ..checkpoint.shards import Box, range_boxes
 from ..config.fields import check
-from .megatron_pickles import UNREADABLE, load_metadata, load_object, load_pickled
+from .megatron_pickles import (
+    UNREADABLE,
+    check_uncompressed,
+    load_metadata,
+    load_object,
+    load_pickled,
+    save_pickled,
+)
 
 CONFIG = "metadata.json"
 COMMON_STATE = "common_state"
@@ -60,15 +67,48 @@ def _is_place(place: Any) -> bool:
 
 
 @dataclass(frozen=True)
+class _Assembly:
+    """Tensor that is assembled from pieces, and its elements that a piece has filled."""
+
+    name: str
+    whole: Tensor
+    filled: Tensor
+
+    @staticmethod
+    def empty(name: str, shape: Shape, dtype: torch.dtype) -> _Assembly:
+        filled = torch.zeros(shape, dtype=torch.bool)
+        return _Assembly(name, torch.empty(shape, dtype=dtype), filled)
+
+    def add(self, box: Box, values: Tensor) -> None:
+        check(
+            not self.filled[box.slices].any(),
+            f"{self.name} has several pieces with the elements at {list(box.begin)}",
+        )
+        self.filled[box.slices] = True
+        self.whole[box.slices] = values
+
+    def finish(self) -> Tensor:
+        count = int(self.filled.sum())
+        check(
+            count == self.whole.numel(),
+            f"the pieces of {self.name} hold {count} of its {self.whole.numel()} elements",
+        )
+        return self.whole
+
+
+@dataclass(frozen=True)
 class DistFiles:
     """Reader of one iteration.
 
     places: file, offset and length of every piece and object
+    sizes: bytes of each file
     """
 
     path: Path
     tensors: dict[str, TensorStorageMetadata]
     places: dict[MetadataIndex, Any]
+    sizes: dict[str, int]
+    _has_bytes: set[str] = field(default_factory=set)  # keys whose pieces have enough bytes
 
     @staticmethod
     def open(path: Path) -> DistFiles:
@@ -87,7 +127,8 @@ class DistFiles:
         except UNREADABLE:
             sound = False
         check(sound, f"{path / TORCH_DIST} is damaged: shapes or places of pieces are no numbers")
-        return DistFiles(path, tensors, metadata.storage_data)
+        sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
+        return DistFiles(path, tensors, metadata.storage_data, sizes)
 
     def common(self) -> dict[str, Any]:
         """Return the state that is neither tensor nor sharded object."""
@@ -126,9 +167,7 @@ class DistFiles:
         return dtype
 
     def tensor(self, key: str, layer: int | None = None) -> Tensor:
-        shape = self.shape(key, layer)
-        whole = torch.empty(shape, dtype=self.dtype(key))
-        filled = 0
+        assembly = self._assembly(key, self.shape(key, layer))
         for chunk in self.tensors[key].chunks:
             offsets = tuple(chunk.offsets)
             if layer is not None and not offsets[0] <= layer < offsets[0] + chunk.sizes[0]:
@@ -137,10 +176,8 @@ class DistFiles:
             if layer is not None:
                 piece = piece[layer - offsets[0]]
                 offsets = offsets[1:]
-            whole[Box(offsets, tuple(piece.shape)).slices] = piece
-            filled += piece.numel()
-        self._check_filled(key, filled, whole)
-        return whole
+            assembly.add(Box(offsets, tuple(piece.shape)), piece)
+        return assembly.finish()
 
     def flattened(self, key: str, shape: Shape, layer: int | None = None) -> Tensor:
         """Return a tensor of `shape`, or one layer, that ranks saved as ranges of their flat blocks.
@@ -149,9 +186,8 @@ class DistFiles:
         in each dimension, then the elements of a block.
         """
         *blocks, length = self.tensors[key].size
-        block = tuple(n // parts for n, parts in zip(shape, blocks, strict=True))
-        whole = torch.empty(shape[1:] if layer is not None else shape, dtype=self.dtype(key))
-        filled = 0
+        block = tuple(n // max(1, parts) for n, parts in zip(shape, blocks, strict=True))
+        assembly = self._assembly(key, shape[1:] if layer is not None else shape)
         check(
             math.prod(block) == length,
             f"{self.path}: {key} has blocks of {length} elements, and its weight of {math.prod(block)}",
@@ -171,15 +207,25 @@ class DistFiles:
                 if layer is not None:
                     place = Box(place.begin[1:], extent[1:])
                     part = part[0]
-                whole[place.slices] = part
-            filled += len(values)
-        self._check_filled(key, filled, whole)
-        return whole
+                assembly.add(place, part)
+        return assembly.finish()
 
-    def _check_filled(self, key: str, filled: int, whole: Tensor) -> None:
+    def _assembly(self, key: str, shape: Shape) -> _Assembly:
+        """Allocate memory that the stored pieces can fill."""
+        if key not in self._has_bytes:
+            self._check_bytes(key)
+            self._has_bytes.add(key)
+        return _Assembly.empty(f"{self.path}: {key}", shape, self.dtype(key))
+
+    def _check_bytes(self, key: str) -> None:
+        stored = self.tensors[key]
+        needed = math.prod(stored.size) * self.dtype(key).itemsize
+        given = sum(
+            self._place(MetadataIndex(key, chunk.offsets)).length for chunk in stored.chunks
+        )
         check(
-            filled == whole.numel(),
-            f"{self.path}: the pieces of {key} hold {filled} of its {whole.numel()} elements",
+            given >= needed,
+            f"{self.path / TORCH_DIST}: {key} of shape {list(stored.size)} has {needed} bytes, and its pieces {given}",
         )
 
     def _piece(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
@@ -192,12 +238,7 @@ class DistFiles:
         check(
             inside, f"{self.path}: a piece of {key} at {list(chunk.offsets)} is beyond the tensor"
         )
-        index = MetadataIndex(key, chunk.offsets)
-        check(
-            index in self.places,
-            f"the metadata in {self.path} do not say where {key} at {list(chunk.offsets)} lies",
-        )
-        data, where = self._read(index)
+        data, where = self._read(MetadataIndex(key, chunk.offsets))
         try:
             piece = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
             piece = piece.view(tuple(chunk.sizes))
@@ -208,16 +249,29 @@ class DistFiles:
 
     def _read(self, index: MetadataIndex) -> tuple[bytes, str]:
         """Return the bytes of a piece or object, and the place for a message about damage."""
-        place = self.places[index]
+        place = self._place(index)
         file = self.path / place.relative_path
-        check(
-            Path(place.relative_path).name == place.relative_path and file.is_file(),
-            f"{file} is missing",
-        )
+        damaged = f"{file} is damaged at byte {place.offset}"
         with open(file, "rb") as stream:
             stream.seek(place.offset)
             data = stream.read(place.length)
-        return data, f"{file} is damaged at byte {place.offset}"
+        check_uncompressed(io.BytesIO(data), len(data), damaged)
+        return data, damaged
+
+    def _place(self, index: MetadataIndex) -> Any:
+        """Return the place of a piece or object, or raise ValueError if it is not inside its file."""
+        key = f"{index.fqn} at {list(index.offset or ())}"
+        check(index in self.places, f"{self.path / TORCH_DIST} has no place of {key}")
+        place = self.places[index]
+        size = self.sizes.get(place.relative_path)
+        end = place.offset + place.length
+        file = self.path / place.relative_path
+        check(size is not None, f"{file} is missing")
+        check(
+            end <= (size or 0),
+            f"{file} has {size} bytes, and {TORCH_DIST} says that {key} ends at byte {end}",
+        )
+        return place
 
 
 class GlobalPiece(NamedTuple):
@@ -257,7 +311,7 @@ class DistWriter:
         name = f"__{file}_0.distcp"
         with open(self.path / name, "ab") as stream:
             start = stream.tell()
-            torch.save(value, stream)
+            save_pickled(value, stream)
             self._places[index] = _StorageInfo(name, start, stream.tell() - start)
 
     def finish(self) -> None:

@@ -7,9 +7,12 @@ Sources of the layouts: megatron/training/checkpointing.py (files, arguments), m
 import io
 import os
 import pickle
+import resource
+import zipfile
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -632,12 +635,59 @@ def metadata_with(path: Path, change) -> None:
     path.write_bytes(pickle.dumps(contents))
 
 
+def overlap(contents: Metadata) -> None:
+    """Move the second half of a tensor by a row, into the first half."""
+    key = "output_layer.weight"
+    second = contents.state_dict_metadata[key].chunks[1]
+    place = contents.storage_data.pop(MetadataIndex(key, second.offsets))
+    second.offsets = torch.Size([second.offsets[0] - 1, second.offsets[1]])
+    contents.storage_data[MetadataIndex(key, second.offsets)] = place
+
+
+def leave_row_out(path: Path) -> None:
+    """Write the second half of a tensor without its last row."""
+
+    def change(contents: Metadata) -> None:
+        key = "output_layer.weight"
+        second = contents.state_dict_metadata[key].chunks[1]
+        second.sizes = torch.Size([second.sizes[0] - 1, second.sizes[1]])
+        index = MetadataIndex(key, second.offsets)
+        contents.storage_data[index] = append(path / "__9_0.distcp", torch.zeros(second.sizes))
+
+    metadata_with(path / ".metadata", change)
+
+
+def move_pieces(contents: Metadata, **place: Any) -> None:
+    for found in contents.storage_data.values():
+        for name, value in place.items():
+            setattr(found, name, value)
+
+
+def compress_a_piece(path: Path) -> None:
+    """Write a piece anew as a compressed zip file, in which a record expands a thousand times."""
+
+    def change(contents: Metadata) -> None:
+        stored = io.BytesIO()
+        torch.save(torch.zeros(2**20), stored)
+        packed = io.BytesIO()
+        with (
+            zipfile.ZipFile(stored) as source,
+            zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target,
+        ):
+            for name in source.namelist():
+                target.writestr(name, source.read(name))
+        (path / "__0_0.distcp").write_bytes(packed.getvalue())
+        move_pieces(contents, relative_path="__0_0.distcp", offset=0, length=len(packed.getvalue()))
+
+    metadata_with(path / ".metadata", change)
+
+
 DIST = "iter_0000007"
 DIST_DAMAGE = [
     (lambda d: (d / DIST / "__3_0.distcp").unlink(), "__3_0.distcp is missing"),
     (
         lambda d: os.truncate(d / DIST / "__3_0.distcp", 5000),
-        "__3_0.distcp is damaged at byte",
+        "__3_0.distcp has 5000 bytes, and .metadata says that",
     ),
     (
         lambda d: (d / DIST / "__3_0.distcp").write_bytes(b"x" * 10**5),
@@ -648,7 +698,29 @@ DIST_DAMAGE = [
             d / DIST / ".metadata",
             lambda m: m.state_dict_metadata["output_layer.weight"].chunks.pop(),
         ),
-        "the pieces of output_layer.weight hold 3072 of its 6144 elements",
+        "output_layer.weight of shape [128, 48] has 24576 bytes, and its pieces 13",
+    ),
+    (
+        lambda d: metadata_with(d / DIST / ".metadata", overlap),
+        "output_layer.weight has several pieces with the elements at [63, 0]",
+    ),
+    (lambda d: leave_row_out(d / DIST), "hold 6096 of its 6144 elements"),
+    *(
+        (
+            lambda d, place=place: metadata_with(
+                d / DIST / ".metadata", lambda m: move_pieces(m, **place)
+            ),
+            message,
+        )
+        for place, message in (
+            ({"length": 2**62}, "ends at byte 46116860184274"),
+            ({"offset": 2**70}, "_0.distcp has"),
+            ({"relative_path": "../common.pt"}, "../common.pt is missing"),
+        )
+    ),
+    (
+        lambda d: compress_a_piece(d / DIST),
+        "__0_0.distcp is damaged at byte 0: its",
     ),
     (
         lambda d: metadata_with(
@@ -713,3 +785,19 @@ def test_other_mistakes(models, tmp_path, capsys):
         find_checkpoint(small_run(load=str(source)), SoloComm())
     itself = there(source / "iter_0000007", tmp_path, "--vocab-size", VOCABULARY)
     assert same(itself, weights_of(models["gpt2"]))
+
+
+@pytest.mark.parametrize("form", ["torch_dist", "torch"])
+def test_a_disk_that_is_full_is_one_line(models, tmp_path, capsys, form):
+    """A limit of a file's size fails as a full disk does, within torch.save."""
+    source = write_dist(tmp_path / "megatron", weights_of(models["llama"]))
+    target = tmp_path / "other"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        code = convert("--from-megatron", source, "--to-megatron", target, "--ckpt-format", form)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capsys.readouterr().err
+    assert code == 2 and f"--to-megatron {target}: File too large" in said
+    assert said.count("\n") == 1 and [*tmp_path.iterdir()] == [tmp_path / "megatron"]

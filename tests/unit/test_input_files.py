@@ -177,6 +177,35 @@ def test_files_and_lines_that_cannot_be_read_are_left_out_and_counted(tmp_path, 
     assert "b.png is not text" in said.err and ", ...)" in said.err
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("state.json", '{"_data_files": [{"x": 1}]}', "state.json: None is no file in its folder"),
+        (
+            "state.json",
+            '{"_data_files": [{"filename": "../secret.arrow"}]}',
+            "state.json: '../secret.arrow' is no file in its folder",
+        ),
+        ("state.json", '{"_data_files": {"a": 1}}', "state.json: is not an object with a list"),
+        ("state.json", "[1]", "state.json: is not an object with a list '_data_files'"),
+        ("state.json", "[" * 10**5, "state.json: is not JSON"),
+        ("state.json", b"\xff", "state.json: not UTF-8 text"),
+        ("dataset_dict.json", '{"splits": 5}', "is not an object with a list 'splits'"),
+        ("dataset_dict.json", "[1]", "is not an object with a list 'splits'"),
+        ("dataset_dict.json", "nothing", "dataset_dict.json: is not JSON"),
+    ],
+)
+def test_a_damaged_folder_of_datasets_is_one_line(tmp_path, capsys, name, content, message):
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    (tmp_path / "secret.arrow").write_bytes(b"")
+    (folder / "a.arrow").write_bytes(b"")
+    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert run(folder, tmp_path / "o") == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
 def test_a_folder_of_which_nothing_can_be_read_is_refused(tmp_path, capsys):
     (tmp_path / "b.png").write_bytes(b"\x89PNG\0\0")
     (tmp_path / "c.jsonl").write_text("nothing\n")

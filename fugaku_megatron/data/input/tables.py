@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...text.input_errors import reading
+from ...text.input_errors import AGAIN, reading
+from ...text.named_files import read_text
 from ...text.optional_packages import optional_package
 from .compressed_text import Record
 
@@ -134,14 +135,30 @@ def choose_columns(path: str, schema: Any, columns: Columns) -> list[str]:
 def saved_files(place: str, names: list[str]) -> list[str] | None:
     """Return a saved `datasets` folder's .arrow files; None for other folders."""
     if "dataset_dict.json" in names:
-        splits = json.loads(Path(place, "dataset_dict.json").read_text(encoding="utf-8")).get(
-            "splits", []
-        )
+        splits = _entry(Path(place, "dataset_dict.json"), "splits")
         raise ValueError(
             f"--input {place}: is a data set with the splits {', '.join(map(str, splits))}: pass the folder of one, "
             f"such as {Path(place, str(splits[0])) if splits else place}"
         )
     if "state.json" not in names or not any(name.endswith(".arrow") for name in names):
         return None
-    files = json.loads(Path(place, "state.json").read_text(encoding="utf-8")).get("_data_files", [])
-    return [str(file["filename"]) for file in files]
+    state = Path(place, "state.json")
+    files = []
+    for entry in _entry(state, "_data_files"):
+        name = entry.get("filename") if isinstance(entry, dict) else None
+        if name not in names:
+            raise ValueError(f"--input {state}: {name!r:.200} is no file in its folder: {AGAIN}")
+        files.append(str(name))
+    return files
+
+
+def _entry(path: Path, key: str) -> list[Any]:
+    """Return a list in the JSON object of a file that `datasets` writes."""
+    try:
+        contents = json.loads(read_text(path, "--input"))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"--input {path}: is not JSON ({error}): {AGAIN}") from None
+    found = contents.get(key, []) if isinstance(contents, dict) else None
+    if not isinstance(found, list):
+        raise ValueError(f"--input {path}: is not an object with a list {key!r}: {AGAIN}")
+    return found
