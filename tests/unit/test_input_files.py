@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import tracemalloc
+import zlib
 
 import pytest
 
@@ -175,6 +177,51 @@ def test_files_and_lines_that_cannot_be_read_are_left_out_and_counted(tmp_path, 
     assert "3 documents" in said.out
     assert "--skip-invalid left out 4 files and 2 documents (" in said.err
     assert "b.png is not text" in said.err and ", ...)" in said.err
+
+
+def compressed(suffix, blocks):
+    """Compress blocks of bytes without all of them in memory."""
+    if suffix == ".gz":
+        packer = zlib.compressobj(wbits=zlib.MAX_WBITS | 16)
+    else:
+        packer = pytest.importorskip("zstandard").ZstdCompressor().compressobj()
+    return b"".join([*map(packer.compress, blocks), packer.flush()])
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize(
+    ("name", "text", "where"),
+    [
+        ("a.jsonl", '{"text": "1"}\n{"text": "%s"}\n', "line 2 is "),
+        ("a.json", '[\n{"text":\n"1"},\n{"text":\n"%s"}]', "a JSON object at line 4 is "),
+        ("a.txt", "%s", "is "),
+    ],
+)
+def test_a_document_has_at_most_so_many_bytes(tmp_path, capsys, name, text, where, suffix):
+    content = (text % ("1 " * 500)).encode()
+    path = tmp_path / (name + suffix)
+    path.write_bytes(compressed(suffix, [content]) if suffix else content)
+    limit = 1000 if name == "a.txt" else 1012
+    assert run(path, tmp_path / "o", "--max-document-bytes", str(limit - 1)) == 2
+    said = capsys.readouterr().err
+    assert f"--input {path}: {where}longer than {limit - 1} bytes" in said
+    assert said.count("\n") == 1 and "--max-document-bytes" in said
+    assert run(path, tmp_path / "o", "--max-document-bytes", str(limit)) == 0
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_line_that_fills_the_memory_is_refused_before(tmp_path, suffix):
+    """The file has a line of 256 MiB."""
+    block = b"1 " * 2**19
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(compressed(suffix, [b'{"text": "', *[block] * 2**8]))
+    assert path.stat().st_size < 2**20
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=f"line 1 is longer than {2**23} bytes"):
+        [*read_documents([str(path)], largest=2**23)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**28
 
 
 @pytest.mark.parametrize(

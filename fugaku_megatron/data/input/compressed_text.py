@@ -11,9 +11,22 @@ from ...text.input_errors import reading
 from ...text.optional_packages import optional_package
 
 BLOCK = 2**16  # bytes that are read at a time
+# bytes that are decompressed at a time: gzip makes at most 66 MB of them, Zstandard 67 MB
+PACKED_BLOCK = {".gz": 2**16, ".zst": 2**11}
+LARGEST_DOCUMENT = 2**27  # bytes; a compressed file of a few KB can have lines of many GB
+LARGEST_FLAG = "--max-document-bytes"
 MAX_WINDOW = 2**31  # of Zstandard: zstd --long=31 writes such files
 # number from 1, content, bytes of the file that were read up to its end
 Record = tuple[int, bytes, int]
+
+
+def check_size(path: str, where: str, size: int, largest: int) -> None:
+    """Raise ValueError if a document is longer than `largest`. where: the document in the file, or "" """
+    if size > largest:
+        raise ValueError(
+            f"--input {path}: {where}longer than {largest} bytes: is it text? If so, split it, or raise "
+            f"{LARGEST_FLAG} of preprocess and vocabulary"
+        )
 
 
 def head_of(path: str, packed: str, size: int = BLOCK) -> tuple[bytes, bool]:
@@ -44,7 +57,7 @@ def decompressed_blocks(path: str, packed: str) -> Iterator[tuple[bytes, int]]:
     with reading(path), open(path, "rb") as file:
         frame = start()
         begun = False
-        while data := file.read(BLOCK):
+        while data := file.read(PACKED_BLOCK[packed]):
             while data:
                 block = frame.decompress(data)
                 begun = True
@@ -59,22 +72,39 @@ def decompressed_blocks(path: str, packed: str) -> Iterator[tuple[bytes, int]]:
             raise EOFError("its compressed data has no end")
 
 
-def lines(path: str, packed: str) -> Iterator[Record]:
+def lines(path: str, packed: str, largest: int) -> Iterator[Record]:
+    number = 1
     if not packed:
         read = 0
         with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
+            while line := file.readline(largest + 2):
+                check_size(path, f"line {number} is ", len(line) - line.endswith(b"\n"), largest)
                 read += len(line)
                 yield number, line, read
+                number += 1
         return
-    number = 0
     rest = [b""]
+    size = 0
     read = 0
     for block, read in decompressed_blocks(path, packed):
         first, *others = block.split(b"\n")
         rest.append(first)
+        size += len(first)
+        check_size(path, f"line {number} is ", size, largest)
         for line in others:
-            number += 1
             yield number, b"".join(rest), read
+            number += 1
             rest = [line]
-    yield number + 1, b"".join(rest), read
+            size = len(line)
+            check_size(path, f"line {number} is ", size, largest)
+    yield number, b"".join(rest), read
+
+
+def whole(path: str, packed: str, largest: int) -> bytes:
+    blocks = []
+    size = 0
+    for block, _ in text_blocks(path, packed):
+        size += len(block)
+        check_size(path, "is ", size, largest)
+        blocks.append(block)
+    return b"".join(blocks)

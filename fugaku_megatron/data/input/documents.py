@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 from ...text.input_errors import NeverSkipped
 from ...text.named_files import JsonObject
 from ..files import say
-from .compressed_text import lines, text_blocks
+from .compressed_text import LARGEST_DOCUMENT, check_size, lines, text_blocks, whole
 from .formats import LINES, TABLES, VALUES, Form, form_of
 from .json_values import values
 from .tables import TEXT, Columns, chat_note, rows
@@ -115,10 +115,12 @@ def read_documents(
     columns: Columns = TEXT,
     start: Place = BEGIN,
     skipped: Skipped | None = None,
+    largest: int = LARGEST_DOCUMENT,
 ) -> Iterator[Document]:
     """Yield all documents in order from `start` on, without blank lines.
 
     skipped: takes files that are not text, and the rest after damage, instead of ValueError
+    largest: limit of a document in bytes
     """
     foreign: dict[str, int] = {}  # path -> bytes that are not UTF-8
     for number, path in enumerate(paths):
@@ -127,7 +129,7 @@ def read_documents(
         try:
             form = form_of(path, columns)
             skip = start.line if number == start.file else 0
-            for line, raw, read in _records(path, form, columns, skip):
+            for line, raw, read in _records(path, form, columns, skip, largest):
                 if not line and (count := _foreign_bytes(path, raw)):
                     foreign[path] = count
                 yield Document(path, line, raw, number, read, form.content == VALUES)
@@ -140,26 +142,24 @@ def read_documents(
 
 
 def _records(
-    path: str, form: Form, columns: Columns, skip: int
+    path: str, form: Form, columns: Columns, skip: int, largest: int
 ) -> Iterator[tuple[int, bytes, int]]:
     """Yield (line, row or object number, or 0 for plain text; content; bytes read)."""
     if form.content in TABLES:
-        yield from rows(path, form.content, columns, skip)
+        for number, raw, read in rows(path, form.content, columns, skip):
+            check_size(path, f"row {number} is ", len(raw), largest)
+            yield number, raw, read
     elif form.content == VALUES:
         blocks = text_blocks(path, form.packed)
-        yield from (record for record in values(path, blocks) if record[0] > skip)
+        yield from (record for record in values(path, blocks, largest) if record[0] > skip)
     elif form.content == LINES:
         yield from (
             record
-            for record in lines(path, form.packed)
+            for record in lines(path, form.packed, largest)
             if record[0] > skip and not record[1].isspace() and record[1]
         )
     else:
-        yield (
-            0,
-            b"".join(block for block, _ in text_blocks(path, form.packed)),
-            os.stat(path).st_size,
-        )
+        yield 0, whole(path, form.packed, largest), os.stat(path).st_size
 
 
 def _foreign_bytes(path: str, raw: bytes) -> int:

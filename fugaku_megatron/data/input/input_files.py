@@ -10,7 +10,7 @@ from pathlib import Path
 from ...text.input_errors import NeverSkipped
 from ...text.named_files import FIRST_BYTES, POINTER, unreadable
 from ..files import say
-from .compressed_text import head_of
+from .compressed_text import LARGEST_DOCUMENT, LARGEST_FLAG, head_of
 from .documents import CONVERT, SKIP, Skipped
 from .formats import TABLES, TEXT_FILE, Form, check_table, form_of
 from .tables import Columns, saved_files
@@ -34,6 +34,12 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["text"],
         help="keys of the JSON objects, or columns of the tables, that hold text (default: text)",
+    )
+    parser.add_argument(
+        LARGEST_FLAG,
+        type=int,
+        default=LARGEST_DOCUMENT,
+        help="limit of a document, because a small compressed file can have a line that fills the memory (default: %(default)s)",
     )
     parser.add_argument(
         SKIP,

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ...text.named_files import JsonObject
+from .compressed_text import LARGEST_DOCUMENT, check_size
 
 LINE_LAYOUT = "a line each"
 VALUE_LAYOUT = "over lines"
@@ -84,9 +85,11 @@ def _skip_space(text: str, place: int) -> int:
     return found.end() if found else place
 
 
-def values(path: str, blocks: Iterable[tuple[bytes, int]]) -> Iterator[tuple[int, bytes, int]]:
+def values(
+    path: str, blocks: Iterable[tuple[bytes, int]], largest: int = LARGEST_DOCUMENT
+) -> Iterator[tuple[int, bytes, int]]:
     """Yield (number from 1, JSON, file bytes read) for each value or array element."""
-    stream = _Stream(path, blocks)
+    stream = _Stream(path, blocks, largest)
     number = 0
     while (begin := stream.peek()) != "":
         if begin == "[":
@@ -99,8 +102,9 @@ def values(path: str, blocks: Iterable[tuple[bytes, int]]) -> Iterator[tuple[int
 
 
 class _Stream:
-    def __init__(self, path: str, blocks: Iterable[tuple[bytes, int]]):
+    def __init__(self, path: str, blocks: Iterable[tuple[bytes, int]], largest: int):
         self.path = path
+        self._largest = largest
         self.read = 0
         self._blocks = iter(blocks)
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
@@ -145,15 +149,27 @@ class _Stream:
                 is_cut = error.msg.startswith("Unterminated string")
                 is_cut = is_cut or error.pos >= len(self._text) - NEAR_THE_END
                 place = error.pos - self._place  # `_more` drops what is before the value
+                if is_cut:
+                    self._check_size(len(self._text))
                 if is_cut and self._more(len(self._text) - self._place):
                     continue
                 place += self._place
                 raise self._mistake(error.msg, place) from None
+            self._check_size(end)
             if end == len(self._text) and self._more():  # a number may go on
                 continue
             raw = self._text[self._place : end].encode("utf-8", "surrogatepass")
             self._place = end
             return raw
+
+    def _check_size(self, end: int) -> None:
+        size = end - self._place
+        if size > self._largest:  # the line costs a pass over the text
+            where = f"a JSON object at line {self._line_at(self._place)} is "
+            check_size(self.path, where, size, self._largest)
+
+    def _line_at(self, place: int) -> int:
+        return self._line + self._text.count("\n", 0, place)
 
     def _more(self, size: int = 0) -> bool:
         self._line += self._text.count("\n", 0, self._place)
@@ -173,5 +189,4 @@ class _Stream:
         return added > 0
 
     def _mistake(self, reason: str, place: int) -> ValueError:
-        line = self._line + self._text.count("\n", 0, place)
-        return ValueError(f"{self.path}:{line}: not JSON: {reason}")
+        return ValueError(f"{self.path}:{self._line_at(place)}: not JSON: {reason}")

@@ -21,7 +21,7 @@ from ...tokenizers.tokenizer import TokenizerFlags
 from ..chat.chat_template import ChatTemplate
 from ..chat.chats import read_chat
 from ..indexed import best_dtype
-from ..input.documents import Document, Place, Skipped, document_texts, read_documents
+from ..input.documents import Document, Place, Skipped, document_texts
 from ..input.tables import CHAT, Columns
 from .document_order import DocumentTokens
 
@@ -151,11 +151,9 @@ def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def encode_all(
-    job: Job, paths: list[str], workers: int, start: Place, skipped: Skipped | None = None
-) -> Iterator[Encoded]:
+def encode_all(job: Job, documents: Iterable[Document], workers: int) -> Iterator[Encoded]:
     """Yield every batch's `Encoder.encode` in order, by `workers` processes (1: this one)."""
-    work = batches(read_documents(paths, job.columns, start, skipped))
+    work = batches(documents)
     if workers == 1:
         yield from map(partial(_encode, job), work)
         return

@@ -20,6 +20,7 @@ import argparse
 import os
 import shlex
 import sys
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import astuple
 from pathlib import Path
@@ -37,7 +38,8 @@ from ..chat.chats import unread_note
 from ..data_flags import parse_split, split_documents
 from ..files import say
 from ..indexed import IndexedDatasetWriter, best_dtype
-from ..input.documents import Skipped
+from ..input.compressed_text import LARGEST_FLAG
+from ..input.documents import Document, Skipped, read_documents
 from ..input.input_files import add_input_arguments, input_files
 from ..input.tables import CHAT
 from .encoder import Job, encode_all, encoder_of
@@ -59,7 +61,11 @@ def check_numbers(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--workers {args.workers}, but this node has {os.cpu_count()} CPUs: pass at most {limit}"
         )
-    for flag, number in (("--workers", args.workers), ("--log-interval", args.log_interval)):
+    for flag, number in (
+        ("--workers", args.workers),
+        ("--log-interval", args.log_interval),
+        (LARGEST_FLAG, args.max_document_bytes),
+    ):
         if number is not None and number < 1:
             raise ValueError(f"{flag} {number}: must be at least 1")
 
@@ -92,7 +98,10 @@ def preprocess(args: argparse.Namespace) -> None:
     made_with = [identity(encoder.tokenizer), *astuple(job)[:-1]]  # without skip_invalid
     with Unfinished(args.output_prefix, made_with, files, len(job.keys), encoder.dtype) as work:
         progress = Progress(work, total, args.log_interval)
-        unread = tokenize(job, files, workers, work, progress, skipped)
+        documents = read_documents(
+            files, job.columns, work.journal.place, skipped, largest=args.max_document_bytes
+        )
+        unread = tokenize(job, documents, workers, work, progress, skipped)
         skipped.records = work.journal.skipped
         left_out = skipped.line("chats" if args.chat else "documents")
         if not any(work.journal.tokens):
@@ -118,7 +127,7 @@ def preprocess(args: argparse.Namespace) -> None:
 
 def tokenize(
     job: Job,
-    files: list[str],
+    documents: Iterable[Document],
     workers: int,
     work: Unfinished,
     progress: Progress,
@@ -128,7 +137,7 @@ def tokenize(
     unread: set[str] = set()
     with ExitStack() as stack:
         stack.callback(progress.close)
-        for batch in encode_all(job, files, workers, work.journal.place, skipped):
+        for batch in encode_all(job, documents, workers):
             work.add(batch.texts, batch.after, batch.size, batch.skipped.records)
             skipped.add_reasons(batch.skipped.reasons)
             unread |= batch.unread

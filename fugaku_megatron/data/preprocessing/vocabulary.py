@@ -23,6 +23,7 @@ from ...text.named_files import unreadable
 from ...text.optional_packages import optional_package
 from ...tokenizers.gpt2_tokenizer import EOD_TOKEN, bytes_to_unicode
 from ..files import say
+from ..input.compressed_text import LARGEST_FLAG
 from ..input.documents import Skipped, document_texts, read_documents
 from ..input.input_files import add_input_arguments, input_files
 from ..input.tables import Columns
@@ -102,6 +103,8 @@ def check_size(size: int) -> None:
 
 def check_options(args: argparse.Namespace) -> None:
     check_size(args.vocab_size)
+    if args.max_document_bytes < 1:
+        raise ValueError(f"{LARGEST_FLAG} {args.max_document_bytes}: must be at least 1")
     if args.output.exists() and not args.output.is_dir():
         raise ValueError(f"--output {args.output}: exists and is not a folder; pass another one")
     for name in NAMES:
@@ -115,7 +118,9 @@ def main(args: argparse.Namespace) -> int:
     check_options(args)
     skipped = Skipped(args.skip_invalid)
     files = input_files(args.input, args.json_keys, skipped=skipped)
-    documents = read_documents(files, Columns(tuple(args.json_keys)), skipped=skipped)
+    documents = read_documents(
+        files, Columns(tuple(args.json_keys)), skipped=skipped, largest=args.max_document_bytes
+    )
     found = skipped.read(documents, partial(document_texts, keys=args.json_keys), kind="lines")
     texts = (
         text.decode("utf-8", "replace") if isinstance(text, bytes) else text
