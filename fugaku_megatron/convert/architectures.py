@@ -55,6 +55,7 @@ from .tensor_views import (
     interleaved,
     query_key_value,
     stacked,
+    stacked_experts,
     stacked_of_expert,
     transposed,
     transposed_experts,
@@ -96,6 +97,7 @@ class Architecture:
     only: their field -> supported values; the first is written, and is the default
     block: required ModelConfig values
     places: by our name without "weight" or "bias"
+    experts: places of transformers 5's modules, and of some files, with all experts of a layer in one parameter
     unused: stored tensors that are not weights
     own_head_size: the head size may differ from h / n
     also: further conditions
@@ -118,6 +120,7 @@ class Architecture:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     constants: Mapping[str, float] = field(default_factory=dict)
     predicts_more_tokens: bool = False
+    experts: Mapping[str, Counterpart] = field(default_factory=dict)
 
     @property
     def head(self) -> str:
@@ -128,8 +131,8 @@ class Architecture:
         return f"{self.places[_WORD_EMBEDDINGS].names[0]}.weight"
 
     @property
-    def stores_single_experts(self) -> bool:
-        return any("{expert}" in place.names[0] for place in self.places.values())
+    def with_stacked_experts(self) -> Architecture:
+        return replace(self, places={**self.places, **self.experts})
 
     @property
     def without_head(self) -> str:
@@ -290,6 +293,14 @@ _DECODER_PLACES = _places(
     },
     outside={_WORD_EMBEDDINGS: "embed_tokens", _FINAL_NORM: "norm", OUTPUT: "lm_head"},
 )
+_STACKED_EXPERTS = _places(
+    prefix="layers.{}.mlp.",
+    layer={
+        "mlp.router": "gate",
+        "mlp.experts.linear_fc1.weight": Counterpart(("experts.gate_up_proj",), stacked_experts),
+        "mlp.experts.linear_fc2.weight": "experts.down_proj",
+    },
+)
 
 
 def _decoder(
@@ -314,6 +325,7 @@ def _decoder(
         "prefix": "model.",
         "fields": (*kept, *further_fields),
         "rules": (HEADS, rope, head, NO_DROPOUT, *further_rules),
+        "experts": _STACKED_EXPERTS,
         **others,
         "places": _DECODER_PLACES | others.get("places", {}),
     }
@@ -931,6 +943,14 @@ GRANITE_HYBRID = _decoder(
     ),
 )
 
+_GPT_OSS_EXPERTS = _places(
+    {
+        "mlp.experts.linear_fc1.weight": Counterpart(("mlp.experts.gate_up_proj",), interleaved),
+        "mlp.experts.linear_fc2.weight": Counterpart(
+            ("mlp.experts.down_proj",), transposed_experts
+        ),
+    },
+)
 GPT_OSS = _decoder(
     name="GptOssForCausalLM",
     model_type="gpt_oss",
@@ -973,18 +993,14 @@ GPT_OSS = _decoder(
         {
             "self_attention.core_attention.softmax_offset": "self_attn.sinks",
             "mlp.router": "mlp.router",
-            "mlp.experts.linear_fc1.weight": Counterpart(
-                ("mlp.experts.gate_up_proj",), interleaved
-            ),
             "mlp.experts.linear_fc1.bias": Counterpart(
                 ("mlp.experts.gate_up_proj_bias",), interleaved
             ),
-            "mlp.experts.linear_fc2.weight": Counterpart(
-                ("mlp.experts.down_proj",), transposed_experts
-            ),
             "mlp.experts.linear_fc2.bias": "mlp.experts.down_proj_bias",
         },
-    ),
+    )
+    | _GPT_OSS_EXPERTS,
+    experts=_GPT_OSS_EXPERTS,
 )
 APERTUS = _decoder(
     name="ApertusForCausalLM",

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -53,17 +52,17 @@ def open_hugging_face(directory: str) -> Weights:
         if has_mxfp4_experts(config):
             files = unpacked(files)
         architecture, model = read_config(plain_config(config))
-        if architecture.stores_single_experts:
-            files = _with_single_experts(files, model)
         if architecture.predicts_more_tokens:
             files, note = _without_mtp_layers(files, model.num_layers)
             notes.append(note)
+        if any(map(_STACKED.fullmatch, files.tensors)):
+            architecture = architecture.with_stacked_experts
         reader = _reader(files, architecture, model)
     dtypes = {name: reader.dtype(name) for name in reader.shapes}
     return Weights(model, dtypes, reader, path, notes=tuple(filter(None, notes)))
 
 
-_TOWER = re.compile(r"(model\.)?(vision_tower|visual|multi_modal_projector|audio_tower)\..*")
+TOWER = re.compile(r"(model\.)?(vision_tower|visual|multi_modal_projector|audio_tower)\..*")
 
 
 def _without_towers(files: TensorDirectory) -> tuple[TensorDirectory, str]:
@@ -71,7 +70,7 @@ def _without_towers(files: TensorDirectory) -> tuple[TensorDirectory, str]:
     tensors = {}
     left_out = 0
     for name, tensor in files.tensors.items():
-        if _TOWER.fullmatch(name):
+        if TOWER.fullmatch(name):
             left_out += 1
             continue
         name = name.replace("language_model.", "", 1)
@@ -80,28 +79,7 @@ def _without_towers(files: TensorDirectory) -> tuple[TensorDirectory, str]:
     return TensorDirectory(files.path, tensors), note if left_out else ""
 
 
-_FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
-
-
-def _with_single_experts(files: TensorDirectory, model: ModelConfig) -> TensorDirectory:
-    """Divide tensors that stack all experts."""
-    tensors = {}
-    for name, (file, stored) in files.tensors.items():
-        match = _FUSED.fullmatch(name)
-        if match is None or len(stored.shape) != 3 or stored.shape[0] != model.num_experts:
-            tensors[name] = file, stored
-            continue
-        names = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else (match[2],)
-        experts, rows, columns = stored.shape
-        shape = (rows // len(names), columns)
-        numel = shape[0] * columns
-        for number, (expert, matrix) in enumerate(itertools.product(range(experts), names)):
-            start = stored.start + number * numel * stored.dtype.itemsize
-            single = replace(stored, shape=shape, start=start, numel=numel)
-            tensors[f"{match[1]}.{expert}.{matrix}.weight"] = file, single
-    return TensorDirectory(files.path, tensors)
-
-
+_STACKED = re.compile(r".*\.mlp\.experts\.(gate_up_proj|down_proj)")
 _MTP = re.compile(r"(model\.)?mtp\..*")
 _NUMBERED = re.compile(r"(?:model\.)?layers\.(\d+)\..*")
 

@@ -10,8 +10,11 @@ matrix and expert, are only read.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,32 +28,31 @@ from ..config.lora import MATRICES, LoraConfig
 from ..config.model import ModelConfig
 from ..nn.adapters import expanded, row_mask
 from ..text.named_files import JsonObject, about
+from .architectures import TEXT_OF, Architecture
 from .config_json import architecture_of, carried_config
+from .hugging_face import TOWER
 from .tensor_directory import TensorDirectory, header, read_json, write_json
 from .tensor_mapping import TensorMapping, copy_flat, in_their_shape, tensor_mappings
-from .tensor_views import conv_query_key_value, transposed
-from .weights import Adapters, Weights, adapter_shapes, layer_of, linear_of
+from .tensor_views import INPUTS_FIRST
+from .weights import Adapters, Weights, adapter_shapes, layer_of, linear_of, shapes
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-FAN_IN_FAN_OUT = (
-    transposed,
-    conv_query_key_value,
-)  # of a module that holds its weight as (inputs, outputs)
+RANK = 8  # of a config without r
 # The fields of adapter_config.json. A value that is off, such as null or {}, is plain LoRA for each.
 READ = (
     "r",
     "lora_alpha",
     "lora_dropout",
     "use_rslora",
+    "target_modules",
     "target_parameters",
     "rank_pattern",
     "alpha_pattern",
 )
 IGNORED = {
     "the file's tensors say which matrices have adapters": (
-        "target_modules",
         "exclude_modules",
         "layers_to_transform",
         "layers_pattern",
@@ -79,66 +81,88 @@ ONLY: dict[str, tuple[Any, ...]] = {
     # Others, such as pissa, olora, corda, loftq and lora_ga, subtract the adapters from the base weights.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
-PARAMETERS = {
-    FC1: "gate_up_proj",
-    FC2: "down_proj",
-}  # of `mlp.experts`, in their order, in which peft wraps one around the other
-PATTERN = rf".*\.{PARAMETERS[FC1]}"
+PATTERN = r".*\.gate_up_proj"  # of the parameter with all gates and values
+# Prefixes of a text model in a model with images, in transformers 5 and 4.
+WRAPPED = ("model.language_model.", "language_model.model.")
+# A key of rank_pattern or alpha_pattern: a module's name or the end of one, also written as peft does.
+_PATTERN = re.compile(r"(\^|\.\*\\?\.)?((?:[\w.]|\\\.)+)\$?")
 
 
 @dataclass(frozen=True)
 class PeftMatrix:
     """Matrix in their model.
 
+    name: of their linear module, or of the parameter that stacks all experts of a layer
     ours: our weight that contains it
     target: its name in --lora-target
     expert: its number, in transformers 4's files
+    stacked: all experts are in a parameter
     """
 
-    module: str
+    name: str
     ours: str
     target: str
     mapping: TensorMapping
     expert: int | None = None
+    stacked: bool = False
+
+    @property
+    def inputs_first(self) -> bool:
+        return self.mapping.arranged in INPUTS_FIRST
 
 
-def peft_matrices(weights: Weights) -> Iterator[PeftMatrix]:
-    architecture = architecture_of(weights.model, carried_config(weights.carried))
-    table = tensor_mappings(architecture, weights.model)
+def _architecture(weights: Weights, prefix: str | None = None) -> Architecture:
+    """Return the model's row. prefix: of their names, in place of the row's"""
+    row = architecture_of(weights.model, carried_config(weights.carried))
+    return row if prefix is None else replace(row, prefix=prefix)
+
+
+def peft_matrices(architecture: Architecture, model: ModelConfig) -> Iterator[PeftMatrix]:
+    table = tensor_mappings(architecture, model)
     several = {mapping.ours for mapping in table.values() if mapping.number}
-    for theirs, mapping in table.items():
-        linear = linear_of(mapping.ours)
-        if (
-            linear in MATRICES
-            and mapping.ours.endswith(".weight")
-            and layer_of(mapping.ours) is not None
-        ):
-            expert = None
-            number = mapping.number
-            if ".mlp.experts." in mapping.ours:
-                expert, number = divmod(mapping.number, len(MATRICES[linear]))
-            module = theirs.removesuffix(".weight")
-            target = linear
-            if module.rsplit(".", 1)[-1] in MATRICES[linear]:
-                target = module.rsplit(".", 1)[-1]
-            elif mapping.ours in several or len(MATRICES[linear]) == 1:
-                target = MATRICES[linear][number]
-            yield PeftMatrix(module, mapping.ours, target, mapping, expert)
+    for theirs, mapping in (
+        table | tensor_mappings(architecture.with_stacked_experts, model)
+    ).items():
+        ours = mapping.ours
+        linear = linear_of(ours)
+        if linear not in MATRICES or not ours.endswith(".weight") or layer_of(ours) is None:
+            continue
+        name = theirs.removesuffix(".weight")
+        of_experts = ".mlp.experts." in ours
+        stacked = of_experts and name == theirs
+        expert = None
+        number = mapping.number
+        if of_experts and not stacked:
+            expert, number = divmod(number, len(MATRICES[linear]))
+        target = linear
+        last = name.rpartition(".")[2]
+        if linear == FC1 and not model.gated:
+            target = FC1
+        elif last in MATRICES[linear]:
+            target = last
+        elif len(MATRICES[linear]) == 1 or ours in several and not stacked:
+            target = MATRICES[linear][number]
+        yield PeftMatrix(name, ours, target, mapping, expert, stacked)
+
+
+def _modules(rows: Sequence[PeftMatrix]) -> dict[str, str]:
+    """Return adapted matrices' modules in peft's files, by their names.
+
+    A module is wrapped once for each of its adapted parameters, the first of them innermost.
+    """
+    modules = {}
+    wrappers: Counter[str] = Counter()
+    for row in reversed(rows):
+        modules[row.name] = row.name
+        if row.stacked:
+            module = row.name.rpartition(".")[0]
+            modules[row.name] = module + ".base_layer" * wrappers[module]
+            wrappers[module] += 1
+    return modules
 
 
 def _key(module: str, kind: str) -> str:
     return f"{PREFIX}{module}.lora_{kind}.weight"
-
-
-def _of_experts(rows: list[PeftMatrix], linears: list[str]) -> dict[str, str]:
-    weights = dict.fromkeys(row.ours for row in rows if row.expert is not None)
-    both = linears == [FC1, FC2]
-    return {
-        ours: f"model.layers.{layer_of(ours)}.mlp.experts"
-        + (".base_layer" if both and FC1 in ours else "")
-        for ours in weights
-        if linear_of(ours) in linears
-    }
 
 
 def save_peft(weights: Weights, directory: Path) -> None:
@@ -149,46 +173,45 @@ def save_peft(weights: Weights, directory: Path) -> None:
         raise ValueError(
             "--to-peft writes adapters, and --load holds a whole model: pass a checkpoint of --lora-rank"
         )
+    carried = carried_config(weights.carried)
+    wrapped = carried.get("model_type") in TEXT_OF
+    architecture = _architecture(weights, WRAPPED[0] if wrapped else None)
     tensors: dict[str, Tensor] = {}
-    modules = set()
+    targets = set()
     parameters = set()
     fan_in_fan_out = False
-    rows = [*peft_matrices(weights)]
-    for ours, module in _of_experts(
-        rows, [name for name in PARAMETERS if adapters.lora.parts(name, model)]
-    ).items():
-        tensors |= zip((_key(module, kind) for kind in "AB"), _fused(adapters, ours))
-        parameters.add(f"mlp.experts.{PARAMETERS[linear_of(ours)]}")
+    rows = [
+        row
+        for row in peft_matrices(architecture, model)
+        if row.expert is None and (not row.stacked or adapters.parts(row.ours))
+    ]
+    modules = _modules(rows)
     _check_matrices(adapters, rows)
-    for place in (row for row in rows if row.expert is None):
-        names = adapters.parts(place.ours)
-        linear = linear_of(place.ours)
+    for row in rows:
+        names = adapters.parts(row.ours)
+        linear = linear_of(row.ours)
         check(
-            place.target != linear or names in ((), (linear,)),
-            f"--to-peft: {place.module} is one matrix, and has adapters "
+            row.stacked or row.target != linear or names in ((), (linear,)),
+            f"--to-peft: {row.name} is one matrix, and has adapters "
             f"{', '.join(names)}: train them with --lora-target {linear}",
         )
-        if place.target not in names and linear not in names:
+        if not row.stacked and row.target not in names and linear not in names:
             continue
-        a, b = adapters.of(place.ours)
-        own = in_their_shape(b, place.mapping, model)  # B's rows for their matrix, (out, r)
-        if place.mapping.arranged in FAN_IN_FAN_OUT:
-            own = own.t().contiguous()
-        number = names.index(place.target) if place.target in names else 0
-        tensors[_key(place.module, "A")] = a[number].contiguous()
-        tensors[_key(place.module, "B")] = own
+        for kind, tensor in zip("AB", _pair(adapters, row)):
+            tensors[_key(modules[row.name], kind)] = tensor
+        _, _, inside = row.name.partition(f".{layer_of(row.ours)}.")
+        if row.stacked:
+            parameters.add(inside)
         # peft takes a module of this name for an expert's
-        if model.num_experts and linear in PARAMETERS:
-            parameters.add(".".join([*place.module.split(".")[3:], "weight"]))
+        elif model.num_experts and linear in (FC1, FC2):
+            parameters.add(f"{inside}.weight")
         else:
-            modules.add(place.module.rsplit(".", 1)[-1])
-        fan_in_fan_out = fan_in_fan_out or place.mapping.arranged in FAN_IN_FAN_OUT
+            # other towers have modules of the same names
+            targets.add(row.name if wrapped else row.name.rpartition(".")[2])
+            fan_in_fan_out = fan_in_fan_out or row.inputs_first
     write_tensors(directory / TENSORS, tensors)
     config = _config(
-        adapters.lora,
-        sorted(modules),
-        fan_in_fan_out,
-        carried_config(weights.carried).get("_name_or_path"),
+        adapters.lora, sorted(targets), fan_in_fan_out, base=carried.get("_name_or_path")
     )
     if parameters:
         config |= {"target_parameters": sorted(parameters)} | _patterns(
@@ -197,7 +220,7 @@ def save_peft(weights: Weights, directory: Path) -> None:
     write_json(directory / CONFIG, config)
 
 
-def _check_matrices(adapters: Adapters, rows: list[PeftMatrix]) -> None:
+def _check_matrices(adapters: Adapters, rows: Sequence[PeftMatrix]) -> None:
     """Raise ValueError for an adapter of a matrix that the architecture stores otherwise."""
     targets: dict[str, set[str]] = {}
     for row in rows:
@@ -212,14 +235,22 @@ def _check_matrices(adapters: Adapters, rows: list[PeftMatrix]) -> None:
         )
 
 
-def _fused(adapters: Adapters, ours: str) -> tuple[Tensor, Tensor]:
-    """Return A (e p r, in) and B (out, p r e) for a parameter that stacks all experts."""
-    a, b = adapters.of(ours)
-    mask = row_mask(linear_of(ours), adapters.parts(ours), a, b, adapters.model)
-    whole = expanded(b, mask, 1.0)
-    return a.flatten(0, 2).contiguous(), whole.view(len(a), -1, whole.shape[-1]).permute(
-        1, 2, 0
-    ).flatten(1).contiguous()
+def _pair(adapters: Adapters, row: PeftMatrix) -> tuple[Tensor, Tensor]:
+    """Return A (r, in) and B (out, r) of a matrix, or A (e p r, in) and B (out, p r e) of all experts."""
+    a, b = adapters.of(row.ours)
+    parts = adapters.parts(row.ours)
+    if row.stacked:
+        mask = row_mask(linear_of(row.ours), parts, a, b, adapters.model)
+        b = expanded(b, mask, 1.0).view(*b.shape[:-1], -1)
+        a = a.flatten(0, 2)
+    else:
+        a = a[parts.index(row.target) if row.target in parts else 0]
+    own = in_their_shape(b, row.mapping, adapters.model)  # with B's columns for the inputs
+    if row.inputs_first:
+        own = own.mT
+    if row.stacked:
+        own = own.permute(1, 2, 0).flatten(1)
+    return a.contiguous(), own.contiguous()
 
 
 def _patterns(config: JsonObject, several: int) -> JsonObject:
@@ -286,127 +317,260 @@ def _open(path: Path, weights: Weights, base: JsonObject) -> Weights:
     config = read_json(path / CONFIG)
     model = weights.model
     check_config(config)
-    for name, kind in (("r", int), ("lora_alpha", (int, float)), ("lora_dropout", (int, float))):
-        value = config.get(name, 0)
+    for name in ("lora_alpha", "lora_dropout"):
         check(
-            isinstance(value, kind) and not isinstance(value, bool),
-            f"{CONFIG}: {name} is {value!r:.60}, not a number",
+            _is_number(config.get(name, 0)),
+            f"{CONFIG}: {name} is {config.get(name)!r:.60}, not a number",
         )
     check((path / TENSORS).is_file(), f"{path / TENSORS} is missing")
     files = TensorDirectory(path, header(path / TENSORS))
-    rows = [*peft_matrices(weights)]
-    there = [row for row in rows if _key(row.module, "A") in files.tensors]
-    adapted = str(config.get("target_parameters") or "")
-    fused = _of_experts(
-        rows, [name for name, parameter in PARAMETERS.items() if f"experts.{parameter}'" in adapted]
-    )
-    known = {
-        _key(module, kind)
-        for module in (*(row.module for row in rows), *fused.values())
-        for kind in "AB"
-    }
-    extra = next((name for name in files.tensors if name not in known), None)
-    check(extra is None, f"{TENSORS} holds {extra}, which this model has no adapter for")
-    several = _adapters_of_gates(config, any(row.target in MATRICES[FC1] for row in there))
-    of_gates = MATRICES[FC1] if several == 2 else (FC1,)
-    of_fused = [name for ours in fused for name in (of_gates if FC1 in ours else MATRICES[FC2])]
-    targets = list(dict.fromkeys([*(row.target for row in there), *of_fused]))
-    check(bool(targets), f"{TENSORS} holds no adapter of this model")
-    lora = LoraConfig(
-        lora_rank=config.get("r"),
-        lora_alpha=float(config.get("lora_alpha", 8)),
-        lora_target=",".join(targets),
-        lora_dropout=float(config.get("lora_dropout", 0.0)),
-        lora_use_rslora=bool(config.get("use_rslora")),
-    )
-    lora.check_model(model)
-    wanted = adapter_shapes(model, lora)
+    read = _Reader(config, files, weights)
+    adapters = Adapters(read.lora, model, read, base)
+    for ours in dict.fromkeys(row.ours for row in read.rows):
+        adapters.of(ours)  # raises before anything is written
+    return adapters.added_to(replace(weights, notes=(*weights.notes, *read.notes)))
 
-    def stored(module: str, kind: str) -> tuple[str, Tensor]:
-        name = _key(module, kind)
-        check(name in files.tensors, f"{TENSORS} does not hold {name}")
-        return name, files.read(name)
 
-    def read(name: str) -> Tensor:
+class _Reader:
+    """Reader that builds our adapters from peft's files.
+
+    Every adapter has the rank of the largest, with zeros behind its own.
+
+    rows: matrices with an adapter
+    """
+
+    def __init__(self, config: JsonObject, files: TensorDirectory, weights: Weights) -> None:
+        self.files = files
+        self.model = weights.model
+        self.weight_shapes = shapes(weights.model)
+        prefix = next(
+            (p for p in WRAPPED if any(PREFIX + p in name for name in files.tensors)), None
+        )
+        architecture = _architecture(weights, prefix)
+        parameters = _names(config, "target_parameters")
+        matrices = [
+            row
+            for row in peft_matrices(architecture, self.model)
+            if not row.stacked or _named(row.name, parameters)
+        ]
+        self.modules = _modules(matrices)
+        self.rows = [
+            row
+            for row in matrices
+            if row.stacked or any(key in files.tensors for key in self._keys(row))
+        ]
+        self.notes = self._check_names(architecture)
+        self._check_targets(config, matrices)
+        self.ranks, self.scales = _ranks_and_scales(config, self.rows)
+        self.divided = {row.name for row in self.rows if self._is_divided(row, config)}
+        self.lora = self._lora(config)
+        self.lora.check_model(self.model)
+        self.adapter_shapes = adapter_shapes(self.model, self.lora)
+
+    def _keys(self, row: PeftMatrix) -> tuple[str, str]:
+        module = self.modules[row.name]
+        return _key(module, "A"), _key(module, "B")
+
+    def _check_names(self, architecture: Architecture) -> tuple[str, ...]:
+        """Raise ValueError for half an adapter and for unknown ones; return notes about those left out."""
+        left_out = 0
+        known = {key for row in self.rows for key in self._keys(row)}
+        for name in self.files.tensors:
+            if TOWER.fullmatch(name.removeprefix(PREFIX)):
+                left_out += 1
+            elif name not in known:
+                raise ValueError(_unknown(name, architecture, self.model))
+        lacking = next((name for name in known if name not in self.files.tensors), None)
+        check(lacking is None, f"{TENSORS} does not hold {lacking}")
+        check(bool(self.rows), f"{TENSORS} holds no adapter of this model")
+        note = f"{left_out} adapter tensors of images are left out: the text model is converted"
+        return (note,) if left_out else ()
+
+    def _check_targets(self, config: JsonObject, matrices: Sequence[PeftMatrix]) -> None:
+        """Raise ValueError for a target without an adapter in the file.
+
+        matrices: of the model; a module that the model lacks has no adapter in peft either
+        """
+        for field, others in (("target_modules", matrices), ("target_parameters", ())):
+            for target in _names(config, field):
+                ending = target.removesuffix(".weight")
+                check(
+                    any(_named(row.name, [ending]) for row in self.rows)
+                    or bool(others)
+                    and not any(_named(row.name, [ending]) for row in others),
+                    f"{CONFIG}: {field} has {target!r:.80}, of which {TENSORS} holds no adapter: "
+                    "copy the directory again, or remove the name",
+                )
+
+    def _is_divided(self, row: PeftMatrix, config: JsonObject) -> bool:
+        """Return True if gates and values of experts have adapters of their own, with half the rank each."""
+        if (
+            not row.stacked
+            or row.target != FC1
+            or self.ranks[row.name] != 2 * config.get("r", RANK)
+        ):
+            return False
+        halves = self._b(row).unflatten(-1, (2, -1))  # (e, 2, f, 2, r)
+        return not halves[:, 0, :, 1].any() and not halves[:, 1, :, 0].any()
+
+    def _lora(self, config: JsonObject) -> LoraConfig:
+        of_gates = any(row.target in MATRICES[FC1] for row in self.rows) or bool(self.divided)
+        targets: dict[str, None] = {}
+        for row in self.rows:
+            both = row.target == FC1 and of_gates
+            targets |= dict.fromkeys(MATRICES[FC1] if both else (row.target,))
+        rank = max(rank // (1 + (name in self.divided)) for name, rank in self.ranks.items())
+        r = config.get("r", RANK)
+        rslora = bool(config.get("use_rslora"))
+        return LoraConfig(
+            lora_rank=rank,
+            lora_alpha=float(config.get("lora_alpha", 8)) * (rank / r) ** (0.5 if rslora else 1.0),
+            lora_target=",".join(targets),
+            lora_dropout=float(config.get("lora_dropout", 0.0)),
+            lora_use_rslora=rslora,
+        )
+
+    def _read(self, row: PeftMatrix, kind: str, shape: Sequence[int]) -> Tensor:
+        name = _key(self.modules[row.name], kind)
+        theirs = self.files.read(name)
+        check(
+            list(theirs.shape) == [*shape],
+            f"{name} has shape {list(theirs.shape)}, and this model needs {[*shape]} "
+            f"with the rank {self.ranks[row.name]} of {CONFIG}",
+        )
+        return theirs
+
+    def _b(self, row: PeftMatrix) -> Tensor:
+        """Return B in our shape, with zeros for other matrices' rows."""
+        rank = self.ranks[row.name]
+        ours = torch.zeros(*self.weight_shapes[row.ours][:-1], rank)
+        views, shape = row.mapping.arranged(ours, row.mapping.number, self.model)
+        *experts, rows, columns = shape[:-2] + shape[:-3:-1] if row.inputs_first else shape
+        theirs = self._read(row, "B", (rows, columns * math.prod(experts)))
+        if row.stacked:
+            theirs = theirs.view(rows, rank, -1).permute(2, 0, 1)
+        copy_flat(theirs.mT if row.inputs_first else theirs, views)
+        return ours * self.scales[row.name]
+
+    def __call__(self, name: str) -> Tensor:
         place, adapter, _ = name.rsplit(".", 2)
-        kind = adapter.removeprefix("lora_")
-        ours = f"{place}.weight"
-        tensor = torch.zeros(wanted[name])
-        if ours in fused:
-            _fill_fused(tensor, *stored(fused[ours], kind), kind, lora)
-        for row in (row for row in there if row.ours == ours):
-            number = lora.parts(place.split(".")[-1], model).index(row.target)
-            of_expert = kind == "A" and row.expert is not None
-            target = tensor[row.expert] if of_expert else tensor
-            if kind == "A":
-                target = target[number]
-            _fill(target, *stored(row.module, kind), kind, row.mapping, model)
+        tensor = torch.zeros(self.adapter_shapes[name])
+        for row in self.rows:
+            if row.ours == f"{place}.weight":
+                fill = self._fill_a if adapter == "lora_A" else self._fill_b
+                fill(row, tensor)
         return tensor
 
-    adapters = Adapters(lora, model, read, base)
-    for ours in dict.fromkeys(
-        (*fused, *(row.ours for row in there))
-    ):  # what does not fit is told before anything is written
-        adapters.of(ours)
-    return adapters.added_to(weights)
+    def _fill_a(self, row: PeftMatrix, ours: Tensor) -> None:
+        """Copy their A (r, in), or (e r, in) of all experts, into ours (p, r, in) or (e, p, r, in)."""
+        rank = self.ranks[row.name]
+        experts = len(ours) if row.stacked else 1
+        theirs = self._read(row, "A", (experts * rank, ours.shape[-1]))
+        if row.stacked:
+            parts = 2 if row.name in self.divided else 1
+            theirs = theirs.view(experts, parts, rank // parts, -1)
+            ours[:, :, : theirs.shape[2]] = theirs
+            return
+        own = ours if row.expert is None else ours[row.expert]
+        number = self.lora.parts(linear_of(row.ours), self.model).index(row.target)
+        own[number, :rank] = theirs
+
+    def _fill_b(self, row: PeftMatrix, ours: Tensor) -> None:
+        b = self._b(row)
+        if row.name in self.divided:
+            halves = b.unflatten(-1, (2, -1))
+            b = torch.stack((halves[:, 0, :, 0], halves[:, 1, :, 1]), 1)
+        ours[..., : b.shape[-1]] += b
 
 
-def _adapters_of_gates(config: JsonObject, apart: bool) -> int:
-    """Return the adapters for expert gates and values: 2 if theirs has twice the rank.
-
-    apart: other matrices in the file have two
-    """
-    given = {name: config.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
-    built = _patterns({"r": 8, "lora_alpha": 8, "use_rslora": False, **config}, 2)
+def _names(config: JsonObject, field: str) -> list[str]:
+    """Return the names in a field, none for a regular expression or "all-linear" in target_modules."""
+    names = config.get(field) or []
+    if field == "target_modules" and isinstance(names, str):
+        return []
     check(
-        given in (dict.fromkeys(given, {}), built),
-        f"{CONFIG}: rank_pattern is {given['rank_pattern']!r:.80} and alpha_pattern "
-        f"{given['alpha_pattern']!r:.80}, and only one rank is supported, or {built!r}",
+        isinstance(names, list) and all(isinstance(name, str) for name in names),
+        f"{CONFIG}: {field} is {names!r:.80}, not a list of names",
     )
-    return 2 if apart or given["rank_pattern"] else 1
+    return list(names)
 
 
-def _fill_fused(ours: Tensor, name: str, theirs: Tensor, kind: str, lora: LoraConfig) -> None:
-    """Copy their A (e R, in) or B (out, R e) into ours, A (e, p, r, in) or B (e, out or 2, f, r)."""
-    experts = len(ours)
-    r = lora.rank
-    shape = ours.shape
-    rank = theirs.shape[kind == "B"] // experts
-    expected = [experts * rank, shape[-1]] if kind == "A" else [shape[1:-1].numel(), rank * experts]
-    check(
-        rank in (r, 2 * r) and list(theirs.shape) == expected,
-        f"{name} has shape {list(theirs.shape)}, and this model needs "
-        f"{[experts * r, shape[-1]] if kind == 'A' else [expected[0], r * experts]}",
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _named(name: str, targets: Iterable[object]) -> bool:
+    return any(name == target or name.endswith(f".{target}") for target in targets)
+
+
+def _unknown(name: str, architecture: Architecture, model: ModelConfig) -> str:
+    """Return the reason for refusing a tensor."""
+    module = name.removeprefix(PREFIX).partition(".lora_")[0]
+    table = tensor_mappings(architecture, model) | tensor_mappings(
+        architecture.with_stacked_experts, model
     )
-    if kind == "A":
-        ours.copy_(
-            theirs.view(experts, -1, r, shape[-1])
-        )  # both parts of ours have the A that theirs has once
-        return
-    matrices = theirs.view(-1, rank, experts).permute(2, 0, 1).reshape(*shape[:-1], rank)
-    if rank > r:
-        halves = matrices.unflatten(-1, (2, r))  # (e, 2, f, 2, r)
-        check(
-            not halves[:, 0, :, 1].any() and not halves[:, 1, :, 0].any(),
-            f"{name}: the gate reads the adapter of what it "
-            f"multiplies, and only two adapters of rank {r}, or one of rank {rank}, are supported",
+    if mapping := table.get(f"{module}.weight"):
+        return (
+            f"{TENSORS} holds {name}, and adapters of {linear_of(mapping.ours)} are not supported: "
+            "merge it with peft (merge_and_unload), and pass --from-hf the merged model"
         )
-        matrices = torch.stack((halves[:, 0, :, 0], halves[:, 1, :, 1]), 1)
-    ours.copy_(matrices)
+    return f"{TENSORS} holds {name}, which this model has no adapter for"
 
 
-def _fill(
-    ours: Tensor, name: str, theirs: Tensor, kind: str, mapping: TensorMapping, model: ModelConfig
-) -> None:
-    """Copy their A, or their B into the rows of ours that are theirs."""
-    views = [ours]
-    shape = tuple(ours.shape)
-    fan_in_fan_out = kind == "B" and mapping.arranged in FAN_IN_FAN_OUT
-    if kind == "B":
-        views, shape = mapping.arranged(ours, mapping.number, model)
-        shape = shape[::-1] if fan_in_fan_out else shape
+def _ranks_and_scales(
+    config: JsonObject, rows: Sequence[PeftMatrix]
+) -> tuple[dict[str, int], dict[str, float]]:
+    """Return ranks and factors of B x A, next to those of r and lora_alpha, by matrix."""
+    r = config.get("r", RANK)
+    alpha = config.get("lora_alpha", 8)
+    ranks = _by_pattern(config, "rank_pattern", rows, r)
+    alphas = _by_pattern(config, "alpha_pattern", rows, alpha)
+    for field, rank in (("r", r), *(("rank_pattern", rank) for rank in ranks.values())):
+        check(
+            isinstance(rank, int) and _is_number(rank) and rank > 0,
+            f"{CONFIG}: {field} is {rank!r:.60}, not a number above 0",
+        )
     check(
-        tuple(theirs.shape) == shape,
-        f"{name} has shape {list(theirs.shape)}, and this model needs {list(shape)}",
+        alpha != 0 or not any(alphas.values()),
+        f"{CONFIG}: lora_alpha is 0, and alpha_pattern has other values: merge it with peft "
+        "(merge_and_unload), and pass --from-hf the merged model",
     )
-    copy_flat(theirs.t() if fan_in_fan_out else theirs, views)
+    power = 0.5 if config.get("use_rslora") else 1.0
+    scales = {
+        name: alphas[name] / ranks[name] ** power / (alpha / r**power) if alpha else 1.0
+        for name in ranks
+    }
+    return ranks, scales
+
+
+def _by_pattern(
+    config: JsonObject, field: str, rows: Sequence[PeftMatrix], default: float
+) -> dict[str, Any]:
+    """Return the value of the first matching pattern, or the default, by matrix."""
+    patterns = config.get(field) or {}
+    check(isinstance(patterns, dict), f"{CONFIG}: {field} is {patterns!r:.80}, not an object")
+    values: dict[str, Any] = {}
+    for pattern, value in patterns.items():
+        match = _PATTERN.fullmatch(pattern)
+        check(
+            match is not None,
+            f"{CONFIG}: {field} has {pattern!r:.80}: write the name of a module, or its end",
+        )
+        check(
+            _is_number(value),
+            f"{CONFIG}: {field} has {value!r:.60} for {pattern!r:.80}, not a number",
+        )
+        assert match is not None
+        ending = match[2].replace("\\.", ".")
+        found = [
+            row.name
+            for row in rows
+            if (row.name == ending if match[1] == "^" else _named(row.name, [ending]))
+        ]
+        check(
+            bool(found),
+            f"{CONFIG}: {field} has {pattern!r:.80}, which names no adapter in {TENSORS}: remove it",
+        )
+        for name in found:
+            values.setdefault(name, value)
+    return {row.name: values.get(row.name, default) for row in rows}

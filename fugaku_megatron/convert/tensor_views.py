@@ -74,6 +74,11 @@ def stacked_of_expert(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     return _view(ours[part // 2, part % 2])
 
 
+def stacked_experts(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
+    """Return gates before values, (experts, 2 f, h), from ours (experts, 2, f, h)."""
+    return [ours], (len(ours), 2 * ours.shape[2], *ours.shape[3:])
+
+
 def interleaved(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return gates and values in turn, (experts, h, 2 f) or (experts, 2 f), from ours (experts, 2, f, h) or (experts, 2, f)."""
     theirs = ours.movedim(1, -1)  # (experts, f, h, 2) or (experts, f, 2)
@@ -117,3 +122,7 @@ def delta_parts(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
 def delta_convolution(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return conv1d (channels, 1, width), all queries before all keys and values."""
     return list(_key_heads(ours, model)), (len(ours), 1, ours.shape[1])
+
+
+# Arrangements of weights that are stored as (inputs, outputs).
+INPUTS_FIRST = (transposed, conv_query_key_value, interleaved, transposed_experts)

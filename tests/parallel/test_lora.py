@@ -328,13 +328,14 @@ def test_what_peft_has_of_experts(mixture):
         ours = open_weights(mixture.run).read(name) - open_weights(mixture.base).read(name)
         assert torch.allclose(ours.view(delta.shape), delta, atol=1e-6)
         assert ours.abs().max() > 1e-3
-    theirs[f"{prefix}.base_layer.lora_B.weight"].fill_(1.0)
-    save_file(theirs, mixture.peft / "adapter_model.safetensors")
     one_rank = {"rank_pattern": {}, "alpha_pattern": {}}
     for change, message in (
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is {'q_proj': 2}"),
-        ({**one_rank, "r": 8}, "lora_A.weight has shape [16, 24], and this model needs [32, 24]"),
-        (one_rank, "the gate reads the adapter of what it multiplies"),
+        (
+            {"rank_pattern": {"q_proj": 2}},
+            "q_proj.lora_A.weight has shape [4, 32], and this model needs [2, 32]",
+        ),
+        ({**one_rank, "r": 8}, "lora_A.weight has shape [4, 32], and this model needs [8, 32]"),
+        (one_rank, "base_layer.lora_A.weight has shape [32, 32], and this model needs [16, 32]"),
     ):
         assert message in peft_refusal(mixture, {**config, **change})
 
@@ -579,7 +580,7 @@ def test_adapters_of_matrices_that_a_file_stores_together_are_refused(tmp_path, 
     ("change", "message"),
     [
         ({"use_dora": True}, "use_dora is True"),
-        ({"r": "four"}, "r is 'four', not a number"),
+        ({"r": "four"}, "r is 'four', not a number above 0"),
         ({"r": 2}, "has shape [4, 32]"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
     ],
