@@ -49,7 +49,7 @@ help:
 	@echo "make wheels  build the wheels for x86-64 and aarch64 (manylinux_2_28) into dist/; needs make arm-env"
 	@echo "make sdist   write the archive of the sources, and the recipes of EasyBuild and Spack with its checksum, into dist/release/"
 	@echo "make wheel-test  pip install . in an empty environment, then train with nothing else (some minutes)"
-	@echo "make setup-test  a fresh clone in which MPI=system fails, then trains (some minutes)"
+	@echo "make setup-test  fresh clones that train after MPI=system failed, and with Debian's Open MPI and MPICH (10 minutes)"
 	@echo "make bench   set up, then measure kernels and the step against torch (about 5 minutes; alone on the machine); JSON in bench/"
 	@echo "make rendered  set up, then write again what is made from the program: job scripts, docs/tables.md, tables of flags"
 	@echo "make arm-env      installs compilers and an emulated A64FX into .arm/ (x86-64 Debian 12 with apt and root)"

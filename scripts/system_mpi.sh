@@ -16,10 +16,12 @@ OTHERS=:$PATH:  # without the environment's own folder, whose mpicc is that of t
 OTHERS=${OTHERS//":$BIN:"/:} OTHERS=${OTHERS#:}
 MPICC=$(PATH=${OTHERS%:} command -v "${MPICC:-mpicc}") || fail "no mpicc is on the PATH: $INSTALL"
 export MPICC
-echo '#include <mpi.h>' | "$MPICC" -E - >/dev/null 2>&1 || fail "$MPICC does not find mpi.h: $INSTALL"
 
 WORK=$(mktemp -d)
 trap 'rm -rf "$WORK"' EXIT
+# A file with a name: Open MPI's wrapper adds its include folders to no other command line.
+echo '#include <mpi.h>' >"$WORK/header.c"
+"$MPICC" -c "$WORK/header.c" -o "$WORK/header.o" >/dev/null 2>&1 || fail "$MPICC does not find mpi.h: $INSTALL"
 # Without the cache, where pip may have kept an mpi4py for another MPI.
 "${pip[@]}" wheel --quiet --no-cache-dir --no-deps --no-binary mpi4py --constraint "$ROOT/requirements-mpi.txt" \
     --wheel-dir "$WORK" mpi4py || fail "mpi4py cannot be built with $MPICC, see above: $INSTALL"

