@@ -25,7 +25,7 @@ FAULTS_SEED ?= 1
 MPIEXEC ?= $(if $(filter system,$(MPI)),mpiexec,$(BIN)/mpiexec)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernels train check test test-full test-slow test-openmpi test-torch test-torch-full wheels sdist docs site faults faults-short lint format wheel wheel-test setup-test bench rendered clean
+.PHONY: help setup kernels train check test test-full test-targets test-slow test-openmpi test-torch test-torch-full wheels sdist docs site faults faults-short lint format wheel wheel-test setup-test bench rendered clean
 
 help:
 	@echo "make train   set up, then train a small GPT on the standard library's text with $(TRAIN_RANKS) MPI ranks (under 10 minutes;"
@@ -38,6 +38,7 @@ help:
 	@echo "make docs    set up, then run every command of README.md and docs/, and the examples (5 minutes)"
 	@echo "make site    write the documentation site into site/; needs neither the kernels nor MPI (Python 3.11.5 or newer)"
 	@echo "make test-full     the long jobs and the combinations of layouts, schedules and flags that make test leaves out (SHARE=0/1: all)"
+	@echo "make test-targets  kernels, layouts and model families on every vector target of this CPU (SHARE=0/1: all cases)"
 	@echo "make test-slow     the tests that install an environment of their own or need more packages (a real Slurm if it is installed)"
 	@echo "make test-openmpi  the tests of MPI jobs under Open MPI"
 	@echo "make test-torch    some tests with torch $(OTHER_TORCH) (x86-64); the first time downloads them into ~/.cache"
@@ -178,6 +179,14 @@ tested: setup lint
 
 test-full: setup $(STAMPS)/kernels $(STAMPS)/test-packages
 	$(PYTEST) --share $(SHARE) -m full
+
+# The kernel tests choose their targets themselves.
+test-targets: setup $(STAMPS)/kernels $(STAMPS)/test-packages
+	$(PYTEST) --share $(SHARE) --share-from $(MANY) tests/kernels
+	@for target in $$($(BIN)/python -c "from fugaku_megatron.host import kernels; print(*kernels.runnable_targets())"); do \
+	    FUGAKU_MEGATRON_TARGET=$$target $(PYTEST) --share $(SHARE) -m "not full" \
+	        tests/parallel/test_layouts.py tests/parallel/test_families.py || exit 1; \
+	done
 
 test-slow: setup $(STAMPS)/kernels $(STAMPS)/slow-packages
 	$(PYTEST) -m "slow and not arm"

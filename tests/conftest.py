@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fugaku_megatron.host import kernels
+from fugaku_megatron.host.machine import cpu_model
 from tests.system.mpi import launch
 
 pytest.register_assert_rewrite("tests.checks")
@@ -160,7 +162,8 @@ def pytest_collection_finish():
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Print why a test failed the first time that passed, or failed otherwise, when it ran again."""
+    """Print the CPU, and why a test failed the first time that passed, or failed otherwise, when it ran again."""
+    terminalreporter.write_line(f"CPU: {cpu_model()}; kernels: {kernels.active()}")
     for report in terminalreporter.getreports("rerun"):
         terminalreporter.section(f"first run of {report.nodeid}", sep="-")
         terminalreporter.write_line(report.longreprtext)

@@ -8,15 +8,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fugaku_megatron.comm.base import Comm
+from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.data.chat.chat_dataset import ChatDataset
 from fugaku_megatron.data.chat.chat_files import ChatFiles
 from fugaku_megatron.data.dataset import Dataset, DatasetConfig
 from fugaku_megatron.data.marks import mark
+from fugaku_megatron.optim.optimizer import Optimizer
 from tests.checks.documents import EOD, Texts
 from tests.helpers import make_trainer, mock, small_run, whole_tensors
 from tests.threads import ThreadWorld
+
+# Gradients of layouts differ by 1e-6 of the largest element.
+GRADIENT_NOISE = 1e-6
+DISTURBED_RUNS = 4
+SPREAD_FACTOR = 8.0
 
 Data = Callable[[RunConfig], tuple[Dataset, Dataset]]  # of training and of validation
 
@@ -66,10 +72,35 @@ class Trained(NamedTuple):
         return [*self.losses, *self.norms, *self.counts]
 
 
-def train(world: Comm, run: RunConfig, data: Data = random_tokens, iterations: int = 2) -> Trained:
-    """Train and evaluate. Frozen weights must not change."""
+def disturb(optimizer: Optimizer, noise: torch.Generator) -> None:
+    """Multiply every gradient that the optimizer reduces by 1 + u, |u| <= GRADIENT_NOISE."""
+    reduce_gradients = optimizer.reduce_gradients
+
+    def reduce_and_disturb() -> list[torch.Tensor]:
+        gradients = reduce_gradients()
+        for gradient in gradients:
+            uniform = torch.empty_like(gradient).uniform_(-1, 1, generator=noise)
+            gradient.addcmul_(gradient, uniform, value=GRADIENT_NOISE)
+        return gradients
+
+    optimizer.reduce_gradients = reduce_and_disturb
+
+
+def train(
+    world: Comm,
+    run: RunConfig,
+    data: Data = random_tokens,
+    iterations: int = 2,
+    noise: torch.Generator | None = None,
+) -> Trained:
+    """Train and evaluate. Frozen weights must not change.
+
+    noise: random numbers for `disturb`; None: leave the gradients as they are
+    """
     trained = Trained([], [], [], {}, {})
     with contextlib.closing(make_trainer(world, run, data=data(run))) as trainer:
+        if noise is not None:
+            disturb(trainer.optimizer, noise)
         frozen_memory = trainer.optimizer.flat.frozen_memory
         frozen = [memory.values.clone() for memory in frozen_memory]
         for iteration in range(iterations):
@@ -90,6 +121,22 @@ def train(world: Comm, run: RunConfig, data: Data = random_tokens, iterations: i
         assert all(map(torch.equal, frozen, (memory.values for memory in frozen_memory)))
     trained.weights.update(whole_tensors(trainer, "weight"))
     return trained
+
+
+def rounding_spread(run: RunConfig, expected: Trained, data: Data, iterations: int) -> list[float]:
+    """Return the relative tolerance of each figure of `expected`, a run on one rank.
+
+    A moment's code that rounds to the other neighbour changes an update by up to the distance of the codes, so that
+    rounding errors grow. The tolerance is SPREAD_FACTOR times the largest difference of DISTURBED_RUNS runs whose
+    gradients differ by rounding.
+    """
+    spread = [0.0] * len(expected.figures)
+    for seed in range(DISTURBED_RUNS):
+        noise = torch.Generator().manual_seed(seed)
+        figures = train(SoloComm(), run, data, iterations, noise).figures
+        for index, (figure, of_expected) in enumerate(zip(figures, expected.figures, strict=True)):
+            spread[index] = max(spread[index], abs(figure / of_expected - 1.0))
+    return [SPREAD_FACTOR * each for each in spread]
 
 
 def train_together(
