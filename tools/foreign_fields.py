@@ -47,6 +47,10 @@ def config_json() -> Iterator[str]:
         for reason in dict.fromkeys(reasons.values()):
             found = [name for name in reasons if reasons[name] == reason]
             yield f"| {names(found)} of `{kind}` | {reason} |"
+    outside = names(config_fields.OF_THE_WHOLE)
+    yield f"| {outside} in text_config | if they are next to text_config, too, which counts |"
+    for reason, found in config_fields.IGNORED_OUTSIDE.items():
+        yield f"| {names(found)} next to text_config | {reason} |"
     yield from ("", "Any other field is refused, unless it is null, false or empty.", "")
 
 

@@ -92,6 +92,29 @@ IGNORED_OF: dict[str, dict[str, str]] = {
         "the model has neither Mamba layers nor experts",
     ),
 }
+# Fields next to a text_config that count in place of those in it, as in transformers.
+OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config")
+# Reason -> fields next to a text_config.
+IGNORED_OUTSIDE = {
+    "it describes images, whose towers are left out with a note": (
+        "boi_token_id",
+        "boi_token_index",
+        "eoi_token_id",
+        "eoi_token_index",
+        "image_token_id",
+        "image_token_index",
+        "mm_tokens_per_image",
+        "multimodal_projector_bias",
+        "projector_hidden_act",
+        "spatial_merge_size",
+        "video_token_id",
+        "vision_config",
+        "vision_end_token_id",
+        "vision_feature_layer",
+        "vision_start_token_id",
+    ),
+    "text_config has the text model's": ("initializer_range", "text_config"),
+}
 _EVERYWHERE = frozenset(name for names in IGNORED.values() for name in names)
 
 
@@ -114,4 +137,15 @@ def check_fields(architecture: Architecture, config: JsonObject) -> None:
             name in known or is_off(value),
             f"{FILE}: {name} is {value!r:.80}, which is not known of {architecture.name} and may "
             f"change the model: remove the field from {FILE} if it does not",
+        )
+
+
+def check_outer_fields(config: JsonObject, text: JsonObject) -> None:
+    """Raise ValueError for an unknown field next to a text_config, unless it repeats a field of text_config."""
+    known = _EVERYWHERE.union(OF_THE_WHOLE, *IGNORED_OUTSIDE.values())
+    for name, value in config.items():
+        check(
+            name in known or is_off(value) or name in text and text[name] == value,
+            f"{FILE}: {name} is {value!r:.80} next to text_config, which is not known of "
+            f"{config['model_type']} and may change the model: remove the field from {FILE} if it does not",
         )

@@ -20,7 +20,7 @@ from .architectures import (
     TEXT_OF,
     Architecture,
 )
-from .config_fields import check_fields
+from .config_fields import OF_THE_WHOLE, check_fields, check_outer_fields
 from .mxfp4 import is_mxfp4
 from .rules import FILE
 from .tensor_directory import read_json
@@ -50,8 +50,9 @@ def text_config(config: JsonObject) -> JsonObject:
         raise ValueError(
             f"{FILE}: text_config has the model_type {found!r:.60}: it can be {' or '.join(kinds)}"
         )
-    tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
-    return {**tied, **text, "architectures": None}
+    check_outer_fields(config, text)
+    outer = {name: config[name] for name in OF_THE_WHOLE if config.get(name) is not None}
+    return {**text, **outer, "architectures": None}
 
 
 def read_config(config: JsonObject) -> tuple[Architecture, ModelConfig]:

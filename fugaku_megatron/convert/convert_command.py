@@ -53,7 +53,7 @@ SOURCES: dict[str, Callable[[argparse.Namespace], Weights]] = {
     "load": lambda options: open_own(
         options.load, options.ckpt_step, options.pretrained_checkpoint, open_weights
     ),
-    "from_hf": lambda options: open_hugging_face(options.from_hf),
+    "from_hf": lambda options: open_hugging_face(options.from_hf, options.from_peft),
     "from_megatron": lambda options: open_megatron(
         options.from_megatron,
         options.ckpt_step,

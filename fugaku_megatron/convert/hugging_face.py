@@ -28,14 +28,23 @@ from .config_json import (
 )
 from .mxfp4 import unpacked
 from .rules import FILE
-from .tensor_directory import SAVE_AS, TensorDirectory, read_json, write_json, write_tensor_files
+from .tensor_directory import (
+    ADAPTER_CONFIG,
+    INDEX,
+    SAVE_AS,
+    SINGLE,
+    TensorDirectory,
+    read_json,
+    write_json,
+    write_tensor_files,
+)
 from .tensor_mapping import TensorMapping, constants, copy_flat, in_their_shape, tensor_mappings
 from .tensor_views import Shape, whole
 from .weights import Weights, shapes, widest
 
 
-def open_hugging_face(directory: str) -> Weights:
-    """Open a model directory, or raise ValueError."""
+def open_hugging_face(directory: str, adapters: str | None = None) -> Weights:
+    """Open a model directory, or raise ValueError. adapters: directory whose adapters are added to the model"""
     path = Path(directory)
     check(
         path.is_dir(),
@@ -43,6 +52,7 @@ def open_hugging_face(directory: str) -> Weights:
         + hub_note(directory),
     )
     with about(f"--from-hf {directory}"):
+        _check_adapters(path, adapters)
         config = read_json(path / FILE)
         files = TensorDirectory.open(path)
         notes = []
@@ -60,6 +70,24 @@ def open_hugging_face(directory: str) -> Weights:
         reader = _reader(files, architecture, model)
     dtypes = {name: reader.dtype(name) for name in reader.shapes}
     return Weights(model, dtypes, reader, path, notes=tuple(filter(None, notes)))
+
+
+def _check_adapters(path: Path, adapters: str | None) -> None:
+    """Raise ValueError for peft's adapters without a model, and next to one, to which transformers adds them."""
+    file = path / ADAPTER_CONFIG
+    if not file.is_file() or adapters is not None and Path(adapters).resolve() == path.resolve():
+        return
+    model: object = path
+    what = f"has {ADAPTER_CONFIG} next to the weights, and transformers adds such adapters to the model"
+    remedy = f", or move {ADAPTER_CONFIG} away"
+    if not any((path / name).exists() for name in (SINGLE, INDEX)):
+        model = read_json(file).get("base_model_name_or_path") or "MODEL"
+        what = f"holds peft's adapters of the model {model!s:.200}, and no model"
+        remedy = ""
+    raise ValueError(
+        f"{what}: pass fugaku-megatron convert --from-hf {model!s:.200} --from-peft {path} --merge "
+        f"--save NEW{remedy}"
+    )
 
 
 TOWER = re.compile(r"(model\.)?(vision_tower|visual|multi_modal_projector|audio_tower)\..*")

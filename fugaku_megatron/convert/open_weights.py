@@ -20,6 +20,7 @@ from ..text.named_files import about
 from .hugging_face import open_hugging_face
 from .own_checkpoint import BASE_FLAG, open_own
 from .rules import FILE
+from .tensor_directory import ADAPTER_CONFIG
 from .weights import Weights
 
 
@@ -90,7 +91,7 @@ def open_weights(
         if own := own_checkpoint(directory, iteration):
             return open_own(*own, base, open_weights)
         check(base is None, f"{directory} holds no adapters: leave {BASE_FLAG} {base} out")
-        if (path / FILE).is_file():
+        if (path / FILE).is_file() or (path / ADAPTER_CONFIG).is_file():
             return open_hugging_face(directory)
         kinds = (TRACKER, *MEGATRON_FILES, "iter_*")
         check(

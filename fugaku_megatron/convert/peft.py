@@ -31,12 +31,12 @@ from ..text.named_files import JsonObject, about
 from .architectures import TEXT_OF, Architecture
 from .config_json import architecture_of, carried_config
 from .hugging_face import TOWER
+from .tensor_directory import ADAPTER_CONFIG as CONFIG
 from .tensor_directory import TensorDirectory, header, read_json, write_json
 from .tensor_mapping import TensorMapping, copy_flat, in_their_shape, tensor_mappings
 from .tensor_views import INPUTS_FIRST
 from .weights import Adapters, Weights, adapter_shapes, layer_of, linear_of, shapes
 
-CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 RANK = 8  # of a config without r
@@ -199,14 +199,14 @@ def save_peft(weights: Weights, directory: Path) -> None:
             continue
         for kind, tensor in zip("AB", _pair(adapters, row)):
             tensors[_key(modules[row.name], kind)] = tensor
-        _, _, inside = row.name.partition(f".{layer_of(row.ours)}.")
+        # In whole, because towers have modules of the same names.
+        inside = row.name if wrapped else row.name.partition(f".{layer_of(row.ours)}.")[2]
         if row.stacked:
             parameters.add(inside)
         # peft takes a module of this name for an expert's
         elif model.num_experts and linear in (FC1, FC2):
             parameters.add(f"{inside}.weight")
         else:
-            # other towers have modules of the same names
             targets.add(row.name if wrapped else row.name.rpartition(".")[2])
             fan_in_fan_out = fan_in_fan_out or row.inputs_first
     write_tensors(directory / TENSORS, tensors)

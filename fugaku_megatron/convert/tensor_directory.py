@@ -23,6 +23,7 @@ from ..text.named_files import JsonObject
 Tensors = dict[str, tuple[PlainFile, StoredTensor]]
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"  # of peft's adapters
 SAVE_AS = "save the model in F32, BF16 or F16"
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 

@@ -1417,6 +1417,31 @@ def test_the_text_model_of_a_multimodal_model_is_converted(copied, tmp_path, cap
     assert message in refused(capsys, "--from-hf", folder, "--save", tmp_path / "none")
 
 
+def test_fields_next_to_a_text_config_count_in_its_place(tmp_path, capsys):
+    """A head of its own as the whole model's config says, and a quantization that is refused."""
+    model = randomized(decoder("Gemma3", head_dim=16, tie_word_embeddings=False))
+    folder = tmp_path / "hf"
+    model.save_pretrained(folder)
+    text = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
+    outer = {"model_type": "gemma3", "tie_word_embeddings": False, "text_config": text}
+    config = {**outer, "image_token_index": 99, "hidden_size": text["hidden_size"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    read_hf(folder, tmp_path / "ours")
+    assert_same_logits(model, tmp_path / "ours", LENGTH)
+    capsys.readouterr()
+    for name, value, message in (
+        (
+            "quantization_config",
+            {"load_in_4bit": True},
+            "quantization_config is {'load_in_4bit': Tr",
+        ),
+        ("tie_word_embeddings", True, "says tie_word_embeddings true: correct one of them"),
+        ("hidden_size", 7, "hidden_size is 7 next to text_config, which is not known of gemma3"),
+    ):
+        (folder / "config.json").write_text(json.dumps({**config, name: value}))
+        assert message in refused(capsys, "--from-hf", folder, "--save", tmp_path / "none")
+
+
 def test_flags_that_do_not_go_together(trained, sources, tmp_path, capsys, monkeypatch):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("")

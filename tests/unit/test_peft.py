@@ -301,3 +301,65 @@ def test_what_has_no_adapter_here_is_named(kind, module, what, tmp_path, capsys)
     save_file({**load_file(file), **router}, file)
     words = ("--from-hf", tmp_path / "hf", "--from-peft", tmp_path / "peft", "--merge")
     assert what in refusal(capsys, *words, "--save", tmp_path / "ours")
+
+
+def as_wrapper(folder: Path, prefix: str) -> None:
+    """Give a text model's folder and its adapters the names of a model with images, and tensors of a tower."""
+    config = json.loads((folder / "hf" / "config.json").read_text())
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+    (folder / "hf" / "config.json").write_text(json.dumps({**outer, "text_config": config}))
+    tower = "model.vision_tower.layers.0.self_attn.q_proj"
+    weights = {f"{tower}.weight": torch.ones(2)}
+    adapters = {f"{tower}.lora_{kind}.weight": torch.ones(2, 2) for kind in "AB"}
+    for file, start, added in (
+        (folder / "hf" / "model.safetensors", "", weights),
+        (folder / "peft" / "adapter_model.safetensors", PREFIX, adapters),
+    ):
+        named = {
+            start + prefix + name.removeprefix(f"{start}model."): x
+            for name, x in load_file(file).items()
+        }
+        save_file(named | {start + name: x for name, x in added.items()}, file)
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_adapters_of_a_model_with_images(prefix, tmp_path, capsys):
+    model = randomized(MODELS["gemma3"])
+    model.save_pretrained(tmp_path / "hf")
+    write_adapters(model, tmp_path / "peft", target_modules=["q_proj", "down_proj"])
+    expected = adapted_logits(model, tmp_path / "peft")
+    ours = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    as_wrapper(tmp_path, prefix)
+    peft = ("--from-peft", tmp_path / "peft")
+    assert convert("--from-hf", tmp_path / "hf", *peft, "--merge", "--save", tmp_path / "ours") == 0
+    check_near(fm.load(tmp_path / "ours").logits(TOKENS), expected)
+    assert "note: 2 adapter tensors of images are left out" in capsys.readouterr().out
+    assert convert("--from-hf", tmp_path / "hf", "--save", tmp_path / "base") == 0
+    assert convert("--load", tmp_path / "base", *peft, "--save", tmp_path / "adapters") == 0
+    assert convert("--load", tmp_path / "adapters", "--to-peft", tmp_path / "written") == 0
+    written = load_file(tmp_path / "written" / "adapter_model.safetensors")
+    assert len(written) == len(ours)
+    for name, tensor in written.items():
+        assert torch.equal(tensor, ours[name.replace("model.language_model.", "model.", 1)])
+    config = json.loads((tmp_path / "written" / "adapter_config.json").read_text())
+    assert "model.language_model.layers.0.self_attn.q_proj" in config["target_modules"]
+
+
+def test_adapters_in_place_of_a_model_or_next_to_it(tmp_path, capsys):
+    """transformers adds adapters in a model's folder to the model."""
+    model = randomized(MODELS["qwen3"])
+    folder = tmp_path / "peft"
+    write_adapters(model, folder, base_model_name_or_path="org/base")
+    expected = adapted_logits(model, folder)
+    save = ("--save", tmp_path / "ours")
+    message = "holds peft's adapters of the model org/base, and no model: pass fugaku-megatron convert --from-hf org/base"
+    assert message in refusal(capsys, "--from-hf", folder, *save)
+    with pytest.raises(ValueError, match="of the model org/base, and no model"):
+        fm.load(folder)
+    model.save_pretrained(folder)
+    message = "has adapter_config.json next to the weights, and transformers adds such adapters"
+    assert message in refusal(capsys, "--from-hf", folder, *save)
+    with pytest.raises(ValueError, match="adapter_config.json next to the weights"):
+        fm.load(folder)
+    assert convert("--from-hf", folder, "--from-peft", f"{folder}/", "--merge", *save) == 0
+    check_near(fm.load(tmp_path / "ours").logits(TOKENS), expected)
