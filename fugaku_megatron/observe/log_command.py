@@ -63,7 +63,7 @@ LOG_COLUMNS = (
 ITERATION_COLUMNS = ("log", *(f.name for f in fields(IterationMetrics)))
 
 
-def row_of(log: LogSummary, notes: str | None = None) -> PublishedRow:
+def row_of(log: LogSummary, notes: str) -> PublishedRow:
     job = log.job
     run = job.run
     return PublishedRow(
@@ -79,13 +79,13 @@ def row_of(log: LogSummary, notes: str | None = None) -> PublishedRow:
         memory_mib=log.memory_mib,
         seconds=log.seconds,
         tflops=log.tflops,
-        notes=_notes(log) if notes is None else notes,
+        notes=notes,
     )
 
 
-def _notes(log: LogSummary) -> str:
+def _notes(name: str, log: LogSummary) -> str:
     job = log.job
-    notes: list[str | None] = [Path(log.path).name, job.precision]
+    notes: list[str | None] = [name, job.precision]
     if job.recompute:
         notes.append(f"recompute {job.recompute}")
     if job.zero_stage is not None:
@@ -112,7 +112,9 @@ def energy_note(log: LogSummary) -> str | None:
 
 def text(logs: Sequence[LogSummary], markdown: bool = False) -> str:
     lines = ["### Runs, measured", ""] if markdown else []
-    lines += pipe_table([published_header(), *(row_of(log).cells() for log in logs)])
+    notes = [_notes(name, log) for name, log in zip(names(logs), logs)]
+    rows = [row_of(log, note).cells() for log, note in zip(logs, notes)]
+    lines += pipe_table([published_header(), *rows])
     if len(logs) > 1:
         lines += ["", *pipe_table(final_losses(logs))]
     indent = "- " if markdown else "  "
@@ -149,14 +151,15 @@ def _marked(loss: float | None, losses: Sequence[float | None]) -> str:
 
 
 def names(logs: Sequence[LogSummary]) -> list[str]:
-    """Return short names: folders if all files share a name, else paths below the common folder."""
-    paths = [os.path.abspath(log.path) for log in logs]
-    common = os.path.commonpath([os.path.dirname(path) for path in paths])
-    short = [os.path.relpath(path, common) for path in paths]
-    folders = [os.path.dirname(path) for path in short]
-    one_name = len({os.path.basename(path) for path in paths}) == 1
-    folders_differ = all(folders) and len({*folders}) == len(folders)
-    return folders if one_name and folders_differ else short
+    """Return short names: what distinguishes the paths. A history alone has the name of its folder."""
+    paths = [Path(os.path.abspath(log.path)) for log in logs]
+    if len(paths) == 1 and paths[0].name == HISTORY:
+        return [paths[0].parent.name]
+    common = os.path.commonpath([path.parent for path in paths])
+    parts = [path.relative_to(common).parts for path in paths]
+    while all(len(each) > 1 for each in parts) and len({each[-1] for each in parts}) == 1:
+        parts = [each[:-1] for each in parts]
+    return [os.path.join(*each) for each in parts]
 
 
 def _basis(log: LogSummary) -> str:
@@ -173,8 +176,8 @@ def _basis(log: LogSummary) -> str:
     return basis
 
 
-def record(log: LogSummary) -> JsonObject:
-    row = row_of(log)
+def record(log: LogSummary, name: str) -> JsonObject:
+    row = row_of(log, _notes(name, log))
     cells = {
         HEADERS[name]: cell
         for name, cell in zip(published_header(), row.cells())
@@ -403,7 +406,7 @@ def _write(options: argparse.Namespace, logs: Sequence[LogSummary]) -> None:
                 rows = ({"log": log.path, **asdict(i)} for log in logs for i in log.iterations)
                 write_csv(options.csv, ITERATION_COLUMNS, rows)
             else:
-                write_csv(options.csv, LOG_COLUMNS, map(record, logs))
+                write_csv(options.csv, LOG_COLUMNS, map(record, logs, names(logs)))
     if options.png:
         with writing("--png", options.png):
             draw(options.png, logs, options.x)

@@ -225,7 +225,7 @@ def test_the_log_line_its_table_and_the_plot(tmp_path):
     assert "loss 5, 180 W, 2.5 tokens per joule |" in log_command.text([reader.summary()]), (
         "medians"
     )
-    row = log_command.record(reader.summary())
+    row = log_command.record(reader.summary(), "run")
     assert row["watts"] == 180.0 and row["tokens_per_joule"] == 2.5
 
 

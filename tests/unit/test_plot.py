@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -175,6 +176,26 @@ def test_logs_are_named_by_what_differs(tmp_path, made):
     assert made[1].get_suptitle() == loss_plot.title(
         "0.9M, DP 2 x TP 1 x PP 1, fp32", tmp_path / "a" / "run.log"
     )
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["runs/a/history.jsonl", "runs/b/history.jsonl"], ["a", "b"]),
+        (["x/a/save/history.jsonl", "x/b/save/history.jsonl"], ["a", "b"]),
+        (["a/1/history.jsonl", "a/2/history.jsonl", "b/1/history.jsonl"], ["a/1", "a/2", "b/1"]),
+        (["a/history.jsonl", "a/b/history.jsonl"], ["history.jsonl", "b/history.jsonl"]),
+        (["a/x.log", "a/y.log"], ["x.log", "y.log"]),
+        (["a/history.jsonl"], ["a"]),
+        (["a/x.log"], ["x.log"]),
+    ],
+)
+def test_a_table_names_its_runs(tmp_path, paths, names):
+    (tmp_path / "run.log").write_text(OUR_LOG)
+    log = read_log(tmp_path / "run.log")
+    logs = [replace(log, path=path) for path in paths]
+    rows = log_command.text(logs).splitlines()[2:]
+    assert [row.split("|")[-2].split(",")[0].strip() for row in rows[: len(paths)]] == names
 
 
 def test_curves_of_runs_of_different_lengths_over_tokens(tmp_path, made):
