@@ -48,6 +48,12 @@ def bucket_ranges(units: Sequence[int], minimum: int, tied: bool) -> list[range]
     return [*buckets, range(end, len(units))] if tied else buckets
 
 
+@lru_cache(maxsize=64)
+def divided_parameters(run: RunConfig) -> tuple[int, ...]:
+    return per_layer(run, lambda kind: sum(r.divided for r in layer_records(run, kind)))
+
+
+@lru_cache(maxsize=64)
 def adapter_parameters(run: RunConfig) -> tuple[int, ...]:
     return per_layer(
         run, lambda kind: sum(r.parameters for r in layer_records(run, kind) if r.adapts)
@@ -87,7 +93,7 @@ def bucket_sizes(run: RunConfig, layout: Layout, stage: int) -> tuple[tuple[int,
 
     Divided experts in the same units form their own bucket.
     """
-    experts = per_layer(run, lambda kind: sum(r.divided for r in layer_records(run, kind)))
+    experts = divided_parameters(run)
     elements = unit_elements(run, stage)
     sizes = []
     for bucket in bucket_units(run, layout, stage):

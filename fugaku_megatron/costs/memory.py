@@ -164,6 +164,7 @@ def layers_kept_bytes(run: RunConfig, layers: range, groups: Sequence[range]) ->
     return kept, max(0, max(recomputed, default=0) - plain)
 
 
+@lru_cache(maxsize=64)
 def weight_input_bytes(run: RunConfig) -> tuple[int, ...]:
     """Return the bytes that each layer keeps between the halves of a split backward.
 

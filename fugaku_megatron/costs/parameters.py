@@ -11,6 +11,7 @@ from .layers import layer_records, per_layer
 from .stages import end_records, virtual_stage_layers
 
 
+@lru_cache(maxsize=64)
 def layer_parameters(run: RunConfig) -> tuple[int, ...]:
     return per_layer(run, lambda kind: sum(r.parameters for r in layer_records(run, kind)))
 

@@ -15,7 +15,7 @@ from ..planner import memory, search, software
 from ..planner.model import step
 from ..planner.system import System
 from . import limits, torus
-from .job import MARGIN, interpret, start_up
+from .job import interpret
 from .script import READS_COMMON, Request, add_options, parse, requested
 
 MISSING = "missing"
@@ -276,7 +276,7 @@ def _cost(request: Request, run: RunConfig, layout: Layout, line: int) -> Proble
             f"(model) of {limit:.0f}: lower --micro-batch-size, raise --tensor- or --pipeline-model-parallel-size"
             ", or add --checkpoint-activations or --zero-stage 1",
         )
-    needed = start_up(request.nodes) + step(run, layout, system, system.parameters).seconds
+    needed = limits.start_up(request.nodes) + step(run, layout, system, system.parameters).seconds
     seconds = script.value("ELAPSE", {})
     margin = script.value("MARGIN", {})
     if seconds and seconds.text != str(request.elapse):
@@ -288,7 +288,9 @@ def _cost(request: Request, run: RunConfig, layout: Layout, line: int) -> Proble
     if margin and limits.is_number(margin.text):
         needed += int(margin.text)
     elif margin:
-        yield Problem(margin.line, f"MARGIN={margin.text}: write whole seconds, such as {MARGIN}")
+        yield Problem(
+            margin.line, f"MARGIN={margin.text}: write whole seconds, such as {limits.MARGIN}"
+        )
     if needed > request.elapse:
         yield Problem(
             script.line("-L", "elapse"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,10 +22,10 @@ from ..layout_check.shrink import fewest_ranks
 from ..planner import plan_text, search, software
 from ..planner.predict import run_of
 from ..planner.system import System
+from ..text.numbers import duration_text
 from . import limits, torus
 from .limits import HOUR, Mode, ResourceGroup
-
-MARGIN = 900  # seconds before the end of a job at which the trainer saves and exits
+from .reasons import microbatches, why_this
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,7 @@ class Job:
     flags: pretrain_gpt.py's, without paths
     elapse: seconds
     why: the decisions as text
+    reasons: why the layout is the fastest
     check_ranks: ranks that check the layout before the run; None: no check
     """
 
@@ -50,6 +52,7 @@ class Job:
     layout: Layout
     iterations: int
     why: tuple[str, ...]
+    reasons: tuple[str, ...]
     kind: str = "train"
     check_ranks: int | None = None
 
@@ -58,46 +61,37 @@ class Job:
         return self.nodes * self.ranks_per_node
 
 
-def start_up(nodes: int) -> float:
-    """Return the seconds before the first iteration.
-
-    MPI's start (Fugaku MPI performance data: 2.8 s on 432 nodes, 13.5 s on 27648), an assumed 5
-    minutes for staging, Python and the data index, and 2 minutes per 1000 nodes.
-    """
-    mpi: float = 2.8 * (nodes / 432) ** 0.38
-    return 300 + 120 * nodes / 1000 + mpi
-
-
-def placeable(plan: search.Plan, shape: torus.Shape | None) -> bool:
-    """Return True if every tensor-parallel group fits into a node or torus unit."""
-    tp = plan.layout.tp
-    ranks = plan.system.ranks_per_node
-    if ranks not in limits.RANKS_PER_NODE or not torus.tensor_fits(tp, ranks):
-        return False
-    return shape is not None or ranks % tp == 0
+def placement_problem(tp: int, ranks_per_node: int, shape: torus.Shape | None) -> str | None:
+    """Return the reason why tensor-parallel groups fit into no node or torus unit, or None."""
+    if shape is None:
+        fits = ranks_per_node % tp == 0
+        inside = "a node (a job with a multiple of 12 --nodes is a torus with units of 2x3x2)"
+    else:
+        fits = torus.tensor_fits(tp, ranks_per_node)
+        inside = "a node or a 2x3x2 unit"
+    if fits and ranks_per_node in limits.RANKS_PER_NODE:
+        return None
+    return f"tensor-parallel groups do not fit into {inside}"
 
 
-def choose(
+def placed_plans(
     run: RunConfig, system: System, held: frozenset[str], shape: torus.Shape | None
-) -> search.Plan:
-    """Return the fastest plan that can be placed. ValueError if there is none."""
-    result = search.search(run, system, held)
+) -> tuple[search.Plan, ...]:
+    """Return the plans that can be placed, fastest first. ValueError if there is none."""
+    result = search.search(
+        run,
+        system,
+        held,
+        refuse=lambda run, on: placement_problem(run.tp, on.ranks_per_node, shape),
+    )
     check(
         result.plans,
         f"--nodes {system.nodes}: no layout runs: "
         + "; ".join(f"{n} x {why}" for why, n in result.dropped.most_common())
-        + ": change --nodes, --global-batch-size or the parallel sizes",
+        + ": change --nodes, --global-batch-size, --ranks-per-node, --tensor-model-parallel-size or "
+        "--pipeline-model-parallel-size",
     )
-    for plan in result.plans:
-        if placeable(plan, shape):
-            return plan
-    inside = "a node (a job with a multiple of 12 --nodes is a torus with units of 2x3x2)"
-    if shape:
-        inside = "a node or a 2x3x2 unit"
-    raise ValueError(
-        f"no layout keeps tensor-parallel groups inside {inside}: change --tensor-model-parallel-size, "
-        "--ranks-per-node or --nodes"
-    )
+    return result.plans
 
 
 def node_shape(nodes: int) -> torus.Shape | None:
@@ -135,9 +129,10 @@ def decide(args: argparse.Namespace, own: tuple[str, ...]) -> Job:
     chosen_here = {*own} - {"ranks_per_node"}
     held = {name for name, value in vars(args).items() if value is not None} - chosen_here
     asked = _elapse(args.elapse, group)
-    best = choose(run, system, frozenset(held), shape)
+    plans = placed_plans(run, system, frozenset(held), shape)
+    best = plans[0]
     iterations, _ = batches.run_length(best.run, run.batch.global_batch_size)
-    whole = start_up(args.nodes) + iterations * best.seconds + MARGIN
+    whole = limits.start_up(args.nodes) + iterations * best.seconds + limits.MARGIN
     elapse = asked or min(int(group.hours * HOUR), 60 * math.ceil(whole / 60))
     job = Job(
         name=args.name or f"gpt_{args.recipe or 'run'}".replace(".", "_"),
@@ -154,9 +149,10 @@ def decide(args: argparse.Namespace, own: tuple[str, ...]) -> Job:
         layout=best.layout,
         iterations=iterations,
         why=(),
+        reasons=(),
         check_ranks=fewest_ranks(best.run, best.layout) if args.check_layout else None,
     )
-    return replace(job, why=tuple(reasons(job, best, source)))
+    return replace(job, why=tuple(decisions(job, best, source)), reasons=tuple(why_this(plans)))
 
 
 def _group(args: argparse.Namespace, groups: dict[str, ResourceGroup]) -> ResourceGroup:
@@ -204,34 +200,42 @@ def _flags(best: search.Plan, args: argparse.Namespace, mode: Mode) -> tuple[str
     return tuple(words)
 
 
-def reasons(job: Job, best: search.Plan, source: str) -> list[str]:
-    start = start_up(job.nodes)
-    training = job.iterations * best.seconds
-    in_a_job = max(
-        best.seconds, job.elapse - start - MARGIN
-    )  # each job starts, and trains at least one iteration
-    dp = job.layout.dp
+def decisions(job: Job, best: search.Plan, source: str) -> Iterator[str]:
+    """Yield the decisions as text. source: of the limits"""
     tp = job.layout.tp
     batch = best.run.batch
-    global_batch = best.layout.global_batch_size(best.run)
     prediction = best.predict()
     shape = f" as {torus.text(job.shape)} torus" if job.shape else ""
     place = "inside a node"
     if job.ranks_per_node % tp:
         place = f"on {tp // job.ranks_per_node} nodes of a 2x3x2 unit"
-    return [
-        f"{job.nodes} nodes{shape} x {job.ranks_per_node} ranks = {job.layout}; each tensor-parallel group is {place}",
-        f"micro-batch {batch.micro_batch_size}, global batch {global_batch}: "
-        f"{global_batch // dp // batch.micro_batch_size} micro-batches; recompute {recompute_name(best.run)}, "
-        f"ZeRO {best.run.parallel.zero_stage}",
+    yield f"{job.nodes} nodes{shape} x {job.ranks_per_node} ranks = {job.layout}; each tensor-parallel group is {place}"
+    yield (
+        f"micro-batch {batch.micro_batch_size}, global batch {job.layout.global_batch_size(best.run)}: "
+        f"{microbatches(best)} micro-batches; recompute {recompute_name(best.run)}, "
+        f"ZeRO {best.run.parallel.zero_stage}"
+    )
+    yield (
         f"model: {best.seconds:.4g} s per iteration (nine of ten runs should take {prediction.lower:.4g} to "
         f"{prediction.upper:.4g}; never run on an A64FX), "
         f"{prediction.tflops_per_node:.3f} TFLOPs per node, bubble {best.bubble_fraction:.1%}, "
-        f"{best.memory_mib:.0f} MiB on the fullest rank",
+        f"{best.memory_mib:.0f} MiB on the fullest rank"
+    )
+    yield duration(job, best.seconds, source)
+
+
+def duration(job: Job, seconds: float, source: str) -> str:
+    """Return a line about elapse time, jobs and node hours. seconds: of an iteration"""
+    start = limits.start_up(job.nodes)
+    training = job.iterations * seconds
+    # Each job starts, and trains at least one iteration.
+    count = math.ceil(training / max(seconds, job.elapse - start - limits.MARGIN))
+    hours = job.nodes * (training + count * start) / HOUR
+    return (
         f"elapse {limits.clock(job.elapse)} in {job.resource_group} ({source}): {job.iterations} iterations and the start take "
-        f"{limits.clock(start + training + MARGIN)} (model), {math.ceil(training / in_a_job)} jobs in a row; each job saves and "
-        f"exits {MARGIN // 60} minutes before its end",
-    ]
+        f"{duration_text(start + training + limits.MARGIN)} (model), {count} jobs in a row and {hours:,.0f} node hours; each job saves "
+        f"and exits {limits.MARGIN // 60} minutes before its end"
+    )
 
 
 def rank_map(job: Job) -> torus.RankMap | None:

@@ -166,7 +166,7 @@ def job_from(args: argparse.Namespace) -> jobs.Job:
 
 def plan(args: argparse.Namespace) -> int:
     job = job_from(args)
-    lines = [*job.why]
+    lines = [*job.why, *job.reasons]
     if ranks := jobs.rank_map(job):
         lines.append(jobs.hops_line(ranks))
     print(*lines, f"flags: {' '.join(job.flags)}", sep="\n")

@@ -19,7 +19,7 @@ from ..config.layout import Layout
 from ..costs import memory, run_schedule
 from ..layout_check.shrink import fewest_ranks
 from . import limits, torus
-from .job import MARGIN, Job
+from .job import Job
 from .script import COMMON
 
 LOCAL_TMP = "50Gi"
@@ -163,7 +163,7 @@ def values(job: Job) -> list[str]:
     return [
         *lines,
         f"ELAPSE=${{ELAPSE:-{job.elapse}}}  # seconds, the same as in the directive above",
-        f"MARGIN=${{MARGIN:-{MARGIN}}}  # seconds before the end of the job at which the trainer saves and exits",
+        f"MARGIN=${{MARGIN:-{limits.MARGIN}}}  # seconds before the end of the job at which the trainer saves and exits",
         *flag_lines(job.flags),
     ]
 

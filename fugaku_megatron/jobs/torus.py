@@ -14,13 +14,10 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from ..comm.rank_grid import RankGrid
 from ..config.fields import check
 from ..config.layout import Layout, check_world_size
-
-if TYPE_CHECKING:
-    from ..comm.grid import Grid
 
 Shape = tuple[int, int, int]
 UNIT: Shape = (2, 3, 2)
@@ -112,11 +109,6 @@ def cut(cells: Shape, replicas: int) -> Shape:
     )
 
 
-def hops(a: Shape, b: Shape, shape: Shape) -> int:
-    """Return the links on the shortest path on a torus."""
-    return sum(min(abs(p - q), size - abs(p - q)) for p, q, size in zip(a, b, shape))
-
-
 @dataclass(frozen=True, kw_only=True)
 class RankMap:
     """Rank placement.
@@ -127,7 +119,7 @@ class RankMap:
 
     shape: Shape
     ranks_per_node: int
-    grid: Grid
+    grid: RankGrid
     nodes: tuple[Shape, ...]
     box: Shape
 
@@ -149,9 +141,7 @@ class RankMap:
         )
         check_tensor(tp, ranks_per_node)
         check_world_size(math.prod(shape) * ranks_per_node, tp, pp, cp)
-        from ..comm.grid import Grid  # imports torch, which a check of a script does not need
-
-        grid = Grid(math.prod(shape) * ranks_per_node, tp, pp, cp=cp)
+        grid = RankGrid(math.prod(shape) * ranks_per_node, tp, pp, cp=cp)
         tile = TILES[max(1, tp // ranks_per_node)]
         cells = _shape(n // t for n, t in zip(shape, tile))
         # Tensor-parallel groups of a node: first those that share a sequence, then neighbouring stages, then others.
@@ -186,29 +176,19 @@ class RankMap:
 
     def statistics(self) -> dict[str, tuple[float, int]]:
         """Return (mean, maximum) hops between ring neighbours for tp, pp, dp, and cp if above 1."""
-        kinds = ["tp", "pp", "dp"]
-        if self.grid.cp > 1:
-            kinds.append("cp")
+        import numpy as np  # which a check of a script does not need
+
+        grid = self.grid
+        nodes = np.array(self.nodes).reshape(-1, grid.pp, grid.cp, grid.tp, 3)
+        replicas = nodes.swapaxes(1, 2).reshape(grid.dp, grid.pp, grid.tp, 3)
+        rings = {"tp": (nodes, 3), "pp": (nodes, 1), "dp": (replicas, 0)}
+        if grid.cp > 1:
+            rings["cp"] = (nodes, 2)
         result = {}
-        for kind in kinds:
-            seen = set()
-            lengths: list[int] = []
-            for rank in range(self.grid.world_size):
-                dp, pp, tp = self.grid.coords(rank)
-                key = {
-                    "tp": (dp, pp),
-                    "pp": (dp, tp),
-                    "dp": (pp, tp),
-                    "cp": (dp // self.grid.cp, pp, tp),
-                }[kind]
-                if key in seen:
-                    continue
-                seen.add(key)
-                ranks = self.grid.ranks(rank)[kind]
-                lengths += [
-                    hops(self.nodes[a], self.nodes[b], self.shape) for a, b in zip(ranks, ranks[1:])
-                ]
-            result[kind] = (sum(lengths) / len(lengths), max(lengths)) if lengths else (0.0, 0)
+        for kind, (places, axis) in rings.items():
+            steps = np.abs(np.diff(places, axis=axis))
+            hops = np.minimum(steps, np.array(self.shape) - steps).sum(-1)
+            result[kind] = (float(hops.mean()), int(hops.max())) if hops.size else (0.0, 0)
         return result
 
 

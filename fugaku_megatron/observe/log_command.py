@@ -27,6 +27,7 @@ from ..cli.output_files import check_file, writing
 from ..config.fields import check, check_positive
 from ..costs.parameters import model_parameters
 from ..text.named_files import JsonObject, StrPath
+from ..text.numbers import duration_text
 from ..text.table import pipe_table, write_csv
 from . import loss_plot, rank_table
 from .history import HISTORY
@@ -41,7 +42,6 @@ from .iteration_metrics import (
     size_name,
 )
 from .run_log import FORMULAS, Job, LogFile, LogSummary
-from .screen import duration_text
 
 LOG_COLUMNS = (
     "log",

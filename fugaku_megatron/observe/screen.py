@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ..text.named_files import StrPath
+from ..text.numbers import duration_text
 from .heartbeat import stat_words
 from .iteration_metrics import IterationMetrics
 
@@ -17,8 +18,6 @@ RECENT = 20  # iterations from which rates and the remaining time are computed
 _LAUNCHERS = ("mpiexec", "mpirun", "orterun", "prterun")  # also mpiexec.hydra, mpiexec.openmpi
 # Processes between the launcher and a rank on a node.
 _PROXIES = ("hydra_pmi_proxy", "orted", "prted")
-# Seconds of a unit, its name, and the smaller unit printed with it.
-_UNITS = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
 
 
 def on_terminal(stream: TextIO) -> bool:
@@ -51,15 +50,6 @@ def _launcher_terminal(otherwise: bool) -> bool:
                 return otherwise
         process = int(stat_words(process)[1])
     return otherwise
-
-
-def duration_text(seconds: float) -> str:
-    """Return at most two units: 8 s, 3 min 20 s, 5 h 12 min, 2 d 4 h."""
-    whole = max(0, round(seconds))
-    for unit, name, smaller, small_name in _UNITS:
-        if whole >= unit:
-            return f"{whole // unit} {name} {whole % unit // smaller} {small_name}"
-    return f"{whole} s"
 
 
 def append(log_file: StrPath | None, *lines: str) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -26,10 +26,12 @@ from ..pipeline.schedule_names import AUTO, ONE_F_ONE_B, row
 from ..pipeline.zero_bubble import NoList
 from . import memory
 from .model import Prediction, predict, step
+from .progress import Progress
 from .software import Choices, with_schedule
 from .system import System
 
 Held = frozenset[str]  # fields that the command line sets
+Refuse = Callable[[RunConfig, System], str | None]
 LONGEST = 512  # stages x micro-batches up to which several zero-bubble lists are tried; each is slow to make
 
 
@@ -184,23 +186,41 @@ class Search:
     dropped: Counter[str]
 
 
-def search(run: RunConfig, system: System, held: Held, ramp_divisible: bool = False) -> Search:
-    """Model every layout with 1F1B, and promising ones with the other schedules.
+def search(
+    run: RunConfig,
+    system: System,
+    held: Held,
+    ramp_divisible: bool = False,
+    refuse: Refuse = lambda run, system: None,
+) -> Search:
+    """Model every layout with 1F1B, and promising ones with the other schedules. Print the progress on stderr.
 
     held: config fields that keep the run's value
+    refuse: returns the reason against a layout, or None
     """
+    progress = Progress()
     run = system.software.cut(run)
     plans = list[Plan]()
     dropped = Counter[str]()
+    possible = []
     for candidate in candidates(with_schedule(run, ONE_F_ONE_B, 1), system, held, ramp_divisible):
-        outcome = candidate if isinstance(candidate, str) else _judge(*candidate)
+        if isinstance(candidate, str):
+            dropped[candidate] += 1
+        elif problem := refuse(*candidate):
+            dropped[problem] += 1
+        else:
+            possible.append(candidate)
+    for number, (layout, on) in enumerate(possible):
+        progress(number, len(possible), "layouts with 1F1B")
+        outcome = _judge(layout, on)
         if isinstance(outcome, str):
             dropped[outcome] += 1
         else:
             plans.append(outcome)
+            progress.best = min(progress.best, outcome.seconds)
     asked = _asked(run, held)
     kept = plans if asked is None or row(asked).is_1f1b else []
-    found = [*kept, *_rescheduled(plans, kept, run, held)]
+    found = [*kept, *_rescheduled(plans, kept, run, held, progress)]
     return Search(
         plans=tuple(sorted(found, key=lambda p: (p.seconds, p.memory_mib))), dropped=dropped
     )
@@ -241,7 +261,7 @@ def _orders(run: RunConfig, plan: Plan, held: Held) -> list[Order]:
 
 
 def _rescheduled(
-    plans: Sequence[Plan], kept: Sequence[Plan], run: RunConfig, held: Held
+    plans: Sequence[Plan], kept: Sequence[Plan], run: RunConfig, held: Held, progress: Progress
 ) -> list[Plan]:
     """Return the plans in schedules other than 1F1B.
 
@@ -253,16 +273,19 @@ def _rescheduled(
         (plan for plan in plans if plan.layout.pp > 1), key=lambda plan: plan.least_seconds
     )
     best = sorted(plan.seconds for plan in kept)[:WANTED]
-    for plan in ordered[:TRIED] if _asked(run, held) is None else ordered:
+    tried = ordered[:TRIED] if _asked(run, held) is None else ordered
+    for number, plan in enumerate(tried):
         if len(best) == WANTED and plan.least_seconds >= best[-1]:
             break
         for order in _orders(run, plan, held):
+            progress(number, len(tried), "layouts with the other schedules")
             if plan.layout.pp * order.chunks > plan.run.model.num_layers:
                 continue
             outcome = _judge(with_schedule(plan.asked, *order), plan.system)
             if isinstance(outcome, Plan):
                 found.append(outcome)
                 best = sorted([*best, outcome.seconds])[:WANTED]
+                progress.best = best[0]
     return found
 
 

@@ -1,8 +1,11 @@
-"""Rounding of numbers that are written into files."""
+"""Numbers in files and texts."""
 
 from __future__ import annotations
 
 from typing import Any
+
+# Seconds of a unit, its name, and the smaller unit printed with it.
+_UNITS = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
 
 
 def rounded(value: Any, digits: int) -> Any:
@@ -13,3 +16,12 @@ def rounded(value: Any, digits: int) -> Any:
     if isinstance(value, (list, tuple)):
         return [rounded(part, digits) for part in value]
     return value
+
+
+def duration_text(seconds: float) -> str:
+    """Return at most two units: 8 s, 3 min 20 s, 5 h 12 min, 2 d 4 h."""
+    whole = max(0, round(seconds))
+    for unit, name, smaller, small_name in _UNITS:
+        if whole >= unit:
+            return f"{whole // unit} {name} {whole % unit // smaller} {small_name}"
+    return f"{whole} s"

@@ -12,8 +12,8 @@
 # micro-batch 16, global batch 1024: 2 micro-batches; recompute none, ZeRO 1
 # model: 12.05 s per iteration (nine of ten runs should take 8.673 to 16.75; never run on an A64FX), 4.332 TFLOPs per node, bubble
 # 0.0%, 8856 MiB on the fullest rank
-# elapse 01:00:00 in small (the table of 2026-11-20): 20 iterations and the start take 00:24:04 (model), 1 jobs in a row; each job
-# saves and exits 15 minutes before its end
+# elapse 01:00:00 in small (the table of 2026-11-20): 20 iterations and the start take 24 min 4 s (model), 1 jobs in a row and 2
+# node hours; each job saves and exits 15 minutes before its end
 set -euo pipefail
 
 NAME=compare_frequency

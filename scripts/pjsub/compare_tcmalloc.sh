@@ -12,8 +12,8 @@
 # micro-batch 1, global batch 1024: 64 micro-batches; recompute none, ZeRO 1
 # model: 16.59 s per iteration (nine of ten runs should take 11.94 to 23.06; never run on an A64FX), 3.147 TFLOPs per node, bubble
 # 0.0%, 2195 MiB on the fullest rank
-# elapse 01:00:00 in small (the table of 2026-11-20): 20 iterations and the start take 00:25:35 (model), 1 jobs in a row; each job
-# saves and exits 15 minutes before its end
+# elapse 01:00:00 in small (the table of 2026-11-20): 20 iterations and the start take 25 min 35 s (model), 1 jobs in a row and 3
+# node hours; each job saves and exits 15 minutes before its end
 set -euo pipefail
 
 NAME=compare_tcmalloc

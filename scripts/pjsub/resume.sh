@@ -14,8 +14,8 @@
 # micro-batch 4, global batch 1024: 1 micro-batches; recompute none, ZeRO 1
 # model: 3.541 s per iteration (nine of ten runs should take 2.548 to 4.92; never run on an A64FX), 3.687 TFLOPs per node, bubble
 # 0.0%, 3602 MiB on the fullest rank
-# elapse 72:00:00 in small (the table of 2026-11-20): 95367 iterations and the start take 94:08:00 (model), 2 jobs in a row; each
-# job saves and exits 15 minutes before its end
+# elapse 72:00:00 in small (the table of 2026-11-20): 95367 iterations and the start take 3 d 22 h (model), 2 jobs in a row and
+# 6,014 node hours; each job saves and exits 15 minutes before its end
 set -euo pipefail
 
 NAME=gpt_124m_chain

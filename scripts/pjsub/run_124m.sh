@@ -12,8 +12,8 @@
 # micro-batch 2, global batch 1024: 1 micro-batches; recompute none, ZeRO 1
 # model: 1.316 s per iteration (nine of ten runs should take 0.9471 to 1.829; never run on an A64FX), 2.481 TFLOPs per node, bubble
 # 0.0%, 1909 MiB on the fullest rank
-# elapse 35:13:00 in small (the table of 2026-11-20): 95367 iterations and the start take 35:12:29 (model), 1 jobs in a row; each
-# job saves and exits 15 minutes before its end
+# elapse 35:13:00 in small (the table of 2026-11-20): 95367 iterations and the start take 1 d 11 h (model), 1 jobs in a row and
+# 8,949 node hours; each job saves and exits 15 minutes before its end
 set -euo pipefail
 
 NAME=gpt_124m

@@ -12,8 +12,8 @@
 # micro-batch 1, global batch 1536: 4 micro-batches; recompute none, ZeRO 1
 # model: 29.28 s per iteration (nine of ten runs should take 21.07 to 40.69; never run on an A64FX), 3.282 TFLOPs per node, bubble
 # 9.4%, 12870 MiB on the fullest rank
-# elapse 24:00:00 in large (the table of 2026-11-20): 95367 iterations and the start take 776:15:15 (model), 34 jobs in a row; each
-# job saves and exits 15 minutes before its end
+# elapse 24:00:00 in large (the table of 2026-11-20): 95367 iterations and the start take 32 d 8 h (model), 34 jobs in a row and
+# 4,826,621 node hours; each job saves and exits 15 minutes before its end
 set -euo pipefail
 
 NAME=gpt_30b

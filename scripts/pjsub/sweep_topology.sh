@@ -14,8 +14,8 @@
 # micro-batch 1, global batch 1536: 64 micro-batches; recompute 20 of 48, ZeRO 1
 # model: 382 s per iteration (nine of ten runs should take 274.9 to 530.8; never run on an A64FX), 4.584 TFLOPs per node, bubble
 # 9.0%, 7267 MiB on the fullest rank
-# elapse 03:00:00 in small (the table of 2026-11-20): 10 iterations and the start take 01:24:29 (model), 1 jobs in a row; each job
-# saves and exits 15 minutes before its end
+# elapse 03:00:00 in small (the table of 2026-11-20): 10 iterations and the start take 1 h 24 min (model), 1 jobs in a row and 445
+# node hours; each job saves and exits 15 minutes before its end
 set -euo pipefail
 
 NAME=sweep_topology

@@ -13,7 +13,8 @@ import pytest
 
 from fugaku_megatron.cli import program
 from fugaku_megatron.jobs import check, job_command, limits, render, script, torus
-from fugaku_megatron.jobs.job import MARGIN, interpret, start_up
+from fugaku_megatron.jobs.job import interpret
+from fugaku_megatron.jobs.limits import MARGIN, start_up
 from fugaku_megatron.planner import search
 from tests.checks.jobs import check_map
 from tests.helpers import check_scripts
@@ -36,10 +37,10 @@ def each_search_once():
     known = {}
     search_all = search.search
 
-    def once(run, system, held):
+    def once(run, system, held, **refuse):
         key = repr((run, system, sorted(held)))
         if key not in known:
-            known[key] = search_all(run, system, held)
+            known[key] = search_all(run, system, held, **refuse)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -58,7 +59,7 @@ def hold_layout(monkeypatch, text: str) -> None:
     asked = interpret(parsed.flags)
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 
-    def held_search(run, system, held):
+    def held_search(run, system, held, **refuse):
         parallel = replace(run.parallel, **{name: getattr(asked.parallel, name) for name in names})
         batch = replace(run.batch, micro_batch_size=asked.batch.micro_batch_size)
         system = replace(system, ranks_per_node=int(parsed.variables["RANKS_PER_NODE"].text))
@@ -165,6 +166,31 @@ def test_plan_names_shape_layout_map_and_time(stages, nodes, shape, command):
         "(model)",
     ):
         assert part in printed
+
+
+def test_plan_says_why_and_needs_no_torch():
+    """Plan with a torch that cannot be imported, as on a login node."""
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from fugaku_megatron.cli import program\n"
+        "from fugaku_megatron.planner import progress\n"
+        "progress.PERIOD = 0.0\n"
+        "sys.exit(program.main(sys.argv[1:]))"
+    )
+    words = (
+        "--recipe 124m --nodes 48 --ranks-per-node 4 --micro-batch-size 1 --pipeline-schedule 1f1b"
+    )
+    few = "--tensor-model-parallel-size 1 --global-batch-size 64"
+    done = run_python("-c", code, "job", "plan", *words.split(), *few.split())
+    assert re.search(r"^search: \d+ of \d+ layouts with 1F1B after \d+ s", done.stderr, re.M)
+    for part in (
+        r"^this layout is the fastest of \d+ that run; of its .* s .model.: computation \S+, ",
+        r"^not DP \d+ x TP 1 x PP \d+ with 4 ranks a node, 1f1b, .*: .* s, \+\S+% .model., of which ",
+        r"^the global batch is too small for \d+ stages: with . micro-batches they wait [3-9].% of the time; "
+        r"--global-batch-size 128 leaves [2-5].%, and a sample takes 0\.[5-9]\d of the time .model.",
+        r"iterations and the start take \d+ d \d+ h .model., \d+ jobs in a row and [\d,]+ node hours; ",
+    ):
+        assert re.search(part, done.stdout, re.M), (part, done.stdout)
 
 
 def test_the_planned_map_keeps_every_tensor_group_in_a_unit():

@@ -14,7 +14,8 @@ import pytest
 
 from fugaku_megatron.observe.iteration_metrics import IterationMetrics, parse_log
 from fugaku_megatron.observe.metrics_writer import LogOutputs, MetricsWriter
-from fugaku_megatron.observe.screen import WIDTH, LiveLine, Screen, duration_text
+from fugaku_megatron.observe.screen import WIDTH, LiveLine, Screen
+from fugaku_megatron.text.numbers import duration_text
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """

@@ -12,6 +12,7 @@ from fugaku_megatron.cli.names_elsewhere import EQUIVALENTS
 from fugaku_megatron.cli.parser import Parser
 from fugaku_megatron.config.fields import flag
 from fugaku_megatron.config.run_config import GROUPS
+from fugaku_megatron.planner import progress
 from fugaku_megatron.run.plan import Plan
 
 PARSER = build_parser()
@@ -892,6 +893,7 @@ def test_keywords_have_the_rules_of_the_parser(name, value, message):
 @pytest.mark.parametrize(("command", "words", "line"), rows(COMMANDS))
 def test_wrong_words_of_a_command_end_it(command, words, line, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(progress, "PERIOD", float("inf"))
     files = {
         "LOG": " iteration 1/ 2 | lm loss: 1.0 |\n",
         "hf/config.json": "{}",
