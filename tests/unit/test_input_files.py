@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import tracemalloc
 import zlib
 
@@ -70,8 +72,21 @@ def test_compressed_files_and_tables_are_known_by_their_content(tmp_path):
     (tmp_path / "t.PARQUET").write_bytes((tmp_path / "table").read_bytes())
     (tmp_path / "z.jsonl.ZST").write_bytes(zstandard.ZstdCompressor().compress(LINES))
     (tmp_path / "z").write_bytes(zstandard.ZstdCompressor().compress(ARRAY))
-    (tmp_path / "g").write_bytes(gzip.compress(LINES))
-    for name in ("table", "t.PARQUET", "z.jsonl.ZST", "z", "g"):
+    for name in ("g", "g.jsonl", "g.txt"):
+        (tmp_path / name).write_bytes(gzip.compress(LINES))
+    (tmp_path / "z.json").write_bytes((tmp_path / "z").read_bytes())
+    (tmp_path / "t.jsonl").write_bytes((tmp_path / "table").read_bytes())
+    for name in (
+        "table",
+        "t.PARQUET",
+        "t.jsonl",
+        "z.jsonl.ZST",
+        "z",
+        "z.json",
+        "g",
+        "g.jsonl",
+        "g.txt",
+    ):
         assert [json.loads(d.raw)["text"] for d in read(tmp_path / name)] == TEXTS, name
 
 
@@ -143,6 +158,21 @@ def test_json_that_is_wrong_is_refused_with_its_line(tmp_path, capsys, text, mes
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n"
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.txt.gz"])
+def test_a_byte_order_mark_is_no_text(tmp_path, name):
+    content = b"\xef\xbb\xbfone"
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    assert [document.raw for document in read(tmp_path / name)] == [b"one"]
+
+
+def test_files_and_subfolders_are_in_the_order_of_names(tmp_path):
+    names = ["a.txt", "a2/b/c.txt", "a2/x.txt", "b.txt"]
+    for name in reversed(names):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert [document.raw.decode() for document in read(tmp_path)] == names
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.parquet", "a.json.gz", "a"])
 @pytest.mark.parametrize(
     "content, reason",
@@ -150,6 +180,8 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64
         (POINTER, "it is a Git LFS pointer: run git lfs pull"),
         ("\ufeff".encode("utf-16-le") + LINES.decode().encode("utf-16-le"), "UTF-16"),
         (b"\0\1\2", "zero byte"),
+        (bz2.compress(LINES), "is compressed by bzip2: unpack it"),
+        (lzma.compress(LINES), "is compressed by xz: unpack it"),
     ],
 )
 def test_what_is_not_text_is_one_line(tmp_path, capsys, name, content, reason):

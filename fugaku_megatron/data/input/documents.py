@@ -6,6 +6,7 @@ compressed, tables (a JSON object a row), and folders.
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import re
@@ -159,7 +160,8 @@ def _records(
             if record[0] > skip and not record[1].isspace() and record[1]
         )
     else:
-        yield 0, whole(path, form.packed, largest), os.stat(path).st_size
+        text = whole(path, form.packed, largest).removeprefix(codecs.BOM_UTF8)
+        yield 0, text, os.stat(path).st_size
 
 
 def _foreign_bytes(path: str, raw: bytes) -> int:

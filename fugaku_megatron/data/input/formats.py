@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
 from ...text.input_errors import AGAIN, reading
 from ...text.optional_packages import optional_package
 from .compressed_text import BLOCK, head_of
-from .json_values import LINE_LAYOUT, LONG_HEAD, SUFFIXES, UNKNOWN, VALUE_LAYOUT, json_layout
+from .json_values import LINE_LAYOUT, LONG_HEAD, UNKNOWN, VALUE_LAYOUT, json_layout
 from .tables import Columns, choose_columns, open_table
 
 PACKED = {
@@ -16,6 +17,10 @@ PACKED = {
     ".zst": (b"\x28\xb5\x2f\xfd", "Zstandard"),
 }  # suffix -> first bytes, name
 TABLES = {".parquet": (b"PAR1", "Parquet"), ".arrow": (b"", "Arrow")}
+# First bytes of compressed files that are not read.
+OTHER_PACKED = re.compile(
+    rb"(?P<bzip2>BZh[1-9]1AY&SY)|(?P<xz>\xfd7zXZ\0)|(?P<zip>PK\x03\x04)|(?P<lz4>\x04\x22\x4d\x18)"
+)
 MAGIC_OF_A_TABLE = {b"PAR1": ".parquet", b"ARROW1": ".arrow"}  # of a file with another name
 
 
@@ -46,7 +51,7 @@ def form_of(path: str, columns: Columns) -> Form:
     packed = name.suffix if is_packed else ""
     if suffix in TABLES:
         return Form(suffix, packed)
-    if not is_packed and suffix not in SUFFIXES:
+    if not is_packed:
         for magic, table in MAGIC_OF_A_TABLE.items():
             if begin.startswith(magic):
                 return Form(table)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from pathlib import Path
 
 from ...text.input_errors import NeverSkipped
@@ -12,7 +13,7 @@ from ...text.named_files import FIRST_BYTES, POINTER, unreadable
 from ..files import say
 from .compressed_text import LARGEST_DOCUMENT, LARGEST_FLAG, head_of
 from .documents import CONVERT, SKIP, Skipped
-from .formats import TABLES, TEXT_FILE, Form, check_table, form_of
+from .formats import OTHER_PACKED, TABLES, TEXT_FILE, Form, check_table, form_of
 from .tables import Columns, saved_files
 
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # how a text in UTF-16 begins
@@ -111,6 +112,10 @@ def _checked_form(path: str, name: str, columns: Columns) -> Form:
         begin = stream.read(LOOKED_AT)
     if begin.startswith(FIRST_BYTES):
         raise ValueError(f"--input {path}: {POINTER}")
+    if other := OTHER_PACKED.match(begin):
+        raise ValueError(
+            f"--input {path}: is compressed by {other.lastgroup}: unpack it, or use gzip or zstd"
+        )
     form = form_of(path, columns)
     if form.content in TABLES:
         check_table(path, form, begin, columns)
@@ -149,16 +154,18 @@ def _readable(path: str) -> str:
 
 
 def _folder_files(folder: str) -> list[str]:
-    files = []
+    found: list[tuple[tuple[str, ...], str]] = []  # names to sort by, path
     for place, folders, names in os.walk(folder, onerror=_raise):
-        folders[:] = sorted(
+        folders[:] = [
             name for name in folders if not name.startswith(".") and not name.endswith(UNFINISHED)
-        )
-        files += [
-            os.path.join(place, name)
-            for name in saved_files(place, names) or sorted(names)
+        ]
+        saved = saved_files(place, names)  # in an order of their own
+        found += [
+            ((*Path(place).parts, "" if saved else name), os.path.join(place, name))
+            for name in saved or names
             if not name.startswith(".")
         ]
+    files = [path for _, path in sorted(found, key=itemgetter(0))]
     if not files:
         raise ValueError(f"--input {folder}: no file in this folder")
     return _preferred(
