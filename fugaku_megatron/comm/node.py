@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..start.environment import SHARED_MEMORY
 from .base import DONE, SUMMED_DTYPES, Comm, Handle, SoloComm, check, check_exchange, rows
 from .engine import PATIENCE, Steps
 from .grid import Groups
@@ -35,7 +36,6 @@ LINE = 256  # bytes between two flags: the A64FX's cache line
 FLAGS = 2  # per rank: chunk written, slice summed
 HEADER = 4096  # bytes for the flags at the beginning of a segment
 SEGMENT_BYTES = HEADER + 2 * HALF_BYTES
-SHARED_MEMORY = "/dev/shm"  # used by the MPI libraries
 
 
 def share_groups(groups: Groups, kernels: Any, node: int | None = None) -> Groups:

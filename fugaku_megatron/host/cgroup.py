@@ -1,4 +1,4 @@
-"""Limits of this process's cgroup, version 1 or 2, and of its ancestors; the reader of files in /proc and /sys."""
+"""Limits and events of this process's cgroup, version 1 or 2, and of its ancestors; the reader of files in /proc and /sys."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ _MEMORY = {
     2: ("memory.max", "memory.current", "inactive_file"),
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
+_EVENTS = {2: "memory.events", 1: "memory.oom_control"}
 _CPUSET = {2: "cpuset.cpus.effective", 1: "cpuset.effective_cpus"}
 
 
@@ -63,6 +64,16 @@ def memory_left() -> Iterator[int]:
             if match := re.search(rf"^{reclaimable} (\d+)$", stat, re.MULTILINE):
                 used -= int(match[1])
             yield max(0, limit - used)
+
+
+def oom_kills() -> int:
+    """Return how many processes of the cgroup and its ancestors the kernel has killed for want of memory."""
+    kills = 0
+    for version, folder in _folders("memory"):
+        events = read_text(folder / _EVENTS[version]) or ""
+        if match := re.search(r"^oom_kill (\d+)$", events, re.MULTILINE):
+            kills += int(match[1])
+    return kills
 
 
 def cpu_quota() -> float | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import IO
 
-from ..start.exit_codes import ExitCode
+from ..start.exit_codes import SAVE_MEMORY, ExitCode
 from ..start.signals import StopSignals
 
 KEPT_BYTES = 1 << 16  # kept end of the output, with the launcher's messages
@@ -152,6 +152,7 @@ class Ending:
     signal: signal that ended a rank, or 0
     several: other signals ended other ranks
     other: exit code outside ExitCode, such as MPICH's for an unnamed signal
+    out_of_memory: the kernel killed a process of this control group
     """
 
     code: ExitCode
@@ -159,6 +160,7 @@ class Ending:
     node: str = ""
     other: int = 0
     several: bool = False
+    out_of_memory: bool = False
 
     @property
     def restarts(self) -> bool:
@@ -171,7 +173,14 @@ class Ending:
         elif self.signal:
             others = ", and others in other ranks" if self.several else ""
             text += f" (signal {self.signal}, {_signal_name(self.signal)}{others})"
-        return f"{text} on node {self.node}" if self.node else text
+        if self.node:
+            text += f" on node {self.node}"
+        if self.out_of_memory:
+            text += (
+                ": out of memory: the kernel killed a process of this control group (memory.events): "
+                f"{SAVE_MEMORY}"
+            )
+        return text
 
 
 def _signal_name(number: int) -> str:

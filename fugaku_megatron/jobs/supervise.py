@@ -26,6 +26,7 @@ from ..cli.arguments import parse
 from ..config.fields import check
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
+from ..host.cgroup import oom_kills
 from ..start.exit_codes import ExitCode
 from ..text.named_files import read_text
 from .child import Ending, Launcher, Stop, ending
@@ -232,8 +233,10 @@ class Supervisor:
     def _start(self, used: Sequence[str]) -> Ending:
         with tempfile.TemporaryDirectory(prefix="supervise.") as folder:
             launcher = Launcher(self._command(used, self._timed_program(), Path(folder)))
+            kills = oom_kills()
             with self.stop.forwarding(launcher):
-                return ending(*launcher.wait())
+                end = ending(*launcher.wait())
+            return replace(end, out_of_memory=oom_kills() > kills)
 
     def _command(
         self,

@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..start.environment import SHARED_MEMORY as MEMORY
 from ..start.private_folder import create, is_private, make_private
 
 PAGE = 4096
@@ -36,7 +37,6 @@ TICK = struct.Struct("<d?")  # time of the watchdog's last look, stacks written
 TICK_AT = 64
 STATE = struct.Struct(f"<Qdd?{TEXT}s")  # beats, last beat, waiting since, training, phase
 STATE_AT = 128
-MEMORY = "/dev/shm"
 # Environment variables with equal values in all processes of one launch.
 JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_STEP_ID")
 # Signal on which a process dumps its stack, even while its interpreter is busy.

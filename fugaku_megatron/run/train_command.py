@@ -23,7 +23,7 @@ from ..config.hybrid import with_layers
 from ..config.model import ARCHITECTURE, with_block
 from ..config.run_config import RunConfig
 from ..observe.watchdog import HangSettings, Watchdog
-from ..start import exit_codes
+from ..start import environment, exit_codes
 
 if TYPE_CHECKING:
     from ..comm.base import Comm
@@ -135,6 +135,7 @@ def _megatron_model(load: str, step: int | None, values: FieldValues) -> FieldVa
 
 
 def _train(arguments: Arguments) -> int:
+    environment.check_limits()  # heartbeats are in the memory that MPI needs
     # Before anything that may hang: torch, MPI, files.
     watchdog = Watchdog.start(hang_settings(arguments.run))
     atexit.register(watchdog.close)

@@ -6,7 +6,9 @@ import codecs
 import io
 import os
 import resource
+import shutil
 import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 # Variables with the number of processes: Open MPI, MPICH and derivatives, Slurm, MVAPICH, jsrun, Flux.
@@ -37,8 +39,22 @@ TORCH_LOCAL_RANK = "LOCAL_RANK"
 MAX_PROCESSES = 10**7
 
 
+TORCH_KIB = 589824  # by which the import of torch's CPU library enlarges the address space (measured: 578,700)
+
+
+def _address_space_kib() -> int:
+    """Return the size of this process's address space in KiB with torch, 0 if the system does not say."""
+    try:
+        with open("/proc/self/statm") as file:
+            pages = int(file.read().split()[0])
+    except OSError:
+        return 0
+    own = pages * resource.getpagesize() // 1024
+    return own if "torch" in sys.modules else own + TORCH_KIB
+
+
 class Limit(NamedTuple):
-    """A resource limit: `base` units, and `per_rank` more for each rank on the node."""
+    """A resource limit: `base` units, `per_rank` more for each rank on the node, and those in use before MPI starts."""
 
     kind: int
     name: str
@@ -46,6 +62,7 @@ class Limit(NamedTuple):
     unit: int
     base: int
     per_rank: int
+    used: Callable[[], int] = int
 
 
 LIMITS = (
@@ -60,7 +77,22 @@ LIMITS = (
         base=8192,
         per_rank=2048,
     ),
+    # MPICH 5.0 with 1 to 8 ranks enlarged the address space by at most 245,900 KiB (measured).
+    Limit(
+        resource.RLIMIT_AS,
+        "the address space in KiB",
+        "ulimit -v",
+        unit=1024,
+        base=262144,
+        per_rank=0,
+        used=_address_space_kib,
+    ),
 )
+
+SHARED_MEMORY = "/dev/shm"  # of MPI libraries, and of heartbeats
+# KiB there. MPICH 5.0 started with 1,040 for a rank and 2,100 for two, but not with 900 and 2,048 (measured).
+SHARED_BASE = 128
+SHARED_PER_RANK = 1056
 
 # With OMP_NUM_THREADS above both limits a process hangs or ends without a message.
 MAX_THREADS_PER_CPU = 8
@@ -127,20 +159,38 @@ def check_environment() -> None:
 
 
 def check_limits() -> None:
-    """Raise MPI's resource limits; ValueError if the hard limit is too low."""
+    """Raise MPI's resource limits; ValueError if a hard limit or the free shared memory is too low."""
     ranks = processes_of_node()
+    _check_shared_memory(ranks)
     for limit in LIMITS:
-        needed = limit.base + limit.per_rank * ranks
+        needed = limit.used() + limit.base + limit.per_rank * ranks
         soft, hard = resource.getrlimit(limit.kind)
         if resource.RLIM_INFINITY not in (soft, hard) and hard < needed * limit.unit:
-            plural = "s" if ranks > 1 else ""
             raise ValueError(
-                f"the limit of {limit.name} is {hard // limit.unit}, and MPI needs {needed} with {ranks} rank{plural} "
+                f"the limit of {limit.name} is {hard // limit.unit}, and MPI needs {needed} with {_ranks(ranks)} "
                 f"on a node: raise it by `{limit.command} {needed}` before the start, or ask the administrator of the "
                 "system"
             )
         if soft != resource.RLIM_INFINITY and soft < needed * limit.unit:
             resource.setrlimit(limit.kind, (needed * limit.unit, hard))
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank" if count == 1 else f"{count} ranks"
+
+
+def _check_shared_memory(ranks: int) -> None:
+    """Raise ValueError without room for MPI: a process that touches a page beyond it ends by SIGBUS."""
+    needed = SHARED_BASE + SHARED_PER_RANK * ranks
+    try:
+        free = shutil.disk_usage(SHARED_MEMORY).free // 1024
+    except OSError:  # MPI uses another folder, or none
+        return
+    if free < needed:
+        raise ValueError(
+            f"{SHARED_MEMORY} has {free} KiB left, and MPI needs {needed} with {_ranks(ranks)} on a node: remove what "
+            "killed jobs left there, or enlarge it (mount -o remount,size=1G /dev/shm; --shm-size of a container)"
+        )
 
 
 def open_streams() -> None:

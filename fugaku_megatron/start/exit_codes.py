@@ -26,6 +26,8 @@ GRACE_START = 2.0  # the same just after the start: rank 0 may still be loading 
 # Messages of the loader, torch, C, C++ and Python.
 _NO_MEMORY = ("failed to map segment", "llocate memory", "bad_alloc", "can't start new thread")
 
+SAVE_MEMORY = "start fewer ranks on a node, or save memory by --recompute-granularity full"
+
 _REFUSED_PATHS = (
     errno.ENAMETOOLONG,
     errno.ELOOP,
@@ -44,7 +46,8 @@ class ExitCode(IntEnum):
 
     FINISHED = 0
     FAILED = 1  # a bug with its traceback, or out of memory; `verify`: a file is damaged
-    USER_ERROR = 2  # reported in one line; a restart would fail in the same way
+    # Reported in one line; a restart would fail in the same way. Also: another job has taken over the lock of --save.
+    USER_ERROR = 2
     DIVERGED = 3  # gradients contain Inf or NaN; a restart would reach them again
     HANG = 4  # a rank made no progress
     LOST_RANK = 5  # a rank's process or node is gone
@@ -107,7 +110,7 @@ def memory_error(error: BaseException) -> str | None:
     if not isinstance(error, MemoryError) and not refused:
         return None
     said = f" ({text:.200})" if text else ""
-    return f"out of memory{said}: start fewer ranks on a node, or save memory by --recompute-granularity full"
+    return f"out of memory{said}: {SAVE_MEMORY}"
 
 
 def leave_alone(code: int) -> int:

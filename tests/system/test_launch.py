@@ -1,6 +1,9 @@
 """Reports and waits in run_or_abort, without MPI; tests/system/mpi ends real jobs."""
 
 import os
+import re
+import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -14,7 +17,7 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.comm.job import describe, init, run_or_abort
 from fugaku_megatron.start import environment as environment_module
 from fugaku_megatron.start import exit_codes
-from tests.system.processes import run_python
+from tests.system.processes import ROOT, run_python
 
 
 @pytest.fixture
@@ -191,6 +194,77 @@ def test_a_limit_that_mpi_cannot_live_with_is_named_before_it_starts(limit, low,
     started(low, 2).mistake(f"rank 0: {message} ")
     raised = started(1 << 30 if limit == "RLIMIT_FSIZE" else 256, 0)
     assert int(raised.stdout.split()[0]) >= 72
+
+
+def test_an_address_space_too_small_for_mpi_is_named_before_it_starts():
+    low = str(700000 << 10)
+    said = run_python("-c", LIMITED, "RLIMIT_AS", low, low, code=2, MPI_LOCALNRANKS="2").stderr
+    found = re.fullmatch(
+        r"rank 0: the limit of the address space in KiB is 700000, and MPI needs (\d+) with 2 ranks on a node: raise it by "
+        r"`ulimit -v (\d+)` .*\n",
+        said,
+    )
+    assert found and found[1] == found[2]
+    enough = str((int(found[1]) + 400000) << 10)  # a library of another size
+    run_python("-c", LIMITED, "RLIMIT_AS", enough, enough, code=0)
+
+
+def test_an_address_space_too_small_for_torch_is_named_before_it_is_loaded():
+    started = "ulimit -v 500000; exec {} -m fugaku_megatron train --mock-data --recipe demo"
+    ended = subprocess.run(
+        ["bash", "-c", started.format(sys.executable)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1
+    assert "the limit of the address space in KiB is 500000" in ended.stderr
+
+
+@pytest.mark.parametrize(("ranks", "free", "needed"), [(1, 1000, 1184), (8, 8192, 8576)])
+def test_shared_memory_too_small_for_mpi_is_named_before_it_starts(
+    ranks, free, needed, monkeypatch
+):
+    monkeypatch.setenv("MPI_LOCALNRANKS", str(ranks))
+    usage = SimpleNamespace(free=free << 10)
+    monkeypatch.setattr(environment_module.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(ValueError) as raised:
+        environment_module.check_limits()
+    assert str(raised.value).startswith(
+        f"/dev/shm has {free} KiB left, and MPI needs {needed} with "
+    )
+    usage.free = needed << 10
+    environment_module.check_limits()
+
+
+@pytest.mark.parametrize("size, filled", [("8k", 0), ("8k", 2), ("2m", 512)])
+def test_a_full_shared_memory_ends_a_start_with_a_line(size, filled, small_shared_memory):
+    program = f"{sys.executable} -m fugaku_megatron train --mock-data --recipe demo"
+    ended = small_shared_memory(size, filled, program)
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1, ended.stderr
+    assert re.search(r"/dev/shm has \d+ KiB left, and MPI needs 1184 with 1 rank", ended.stderr)
+
+
+@pytest.fixture
+def small_shared_memory():
+    """Runs a command with a small /dev/shm of its own, of which `filled` pages are in use."""
+    mount = "mount -t tmpfs -o size={},nr_inodes=1000 none /dev/shm"
+    probe = ["unshare", "-m", "sh", "-c", mount.format("1m")]
+    if not shutil.which("unshare") or subprocess.run(probe, capture_output=True).returncode:
+        pytest.skip("a mount of its own needs root")
+
+    def run(size, filled, program):
+        fill = f"head -c {filled * 4096} /dev/zero > /dev/shm/leftover; "
+        return subprocess.run(
+            ["unshare", "-m", "sh", "-c", f"{mount.format(size)} && {fill} exec {program}"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+
+    return run
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from fugaku_megatron.cli import program
+from fugaku_megatron.host import cgroup
 from fugaku_megatron.jobs import supervise
 from fugaku_megatron.jobs.child import ending as ending_of
 from fugaku_megatron.jobs.supervise import FRUITLESS, read_hosts
@@ -89,6 +90,37 @@ def test_signals_of_several_ranks_are_not_read_as_another_one():
         == "a rank is lost (signal 9, SIGKILL, and others in other ranks) on node c12.site"
     )
     assert ending_of(6, MPICH_KILL).text() == "a rank is lost (signal 6, SIGABRT) on node c12.site"
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "file", "text"),
+    [
+        ("0::/job", "job", "memory.events", "low 0\noom 3\noom_kill {}\noom_group_kill 0\n"),
+        ("4:memory:/job", "memory/job", "memory.oom_control", "under_oom 0\noom_kill {}\n"),
+    ],
+)
+def test_an_out_of_memory_kill_is_named(line, folder, file, text, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(cgroup, "PROC", tmp_path / "cgroup")
+    monkeypatch.setattr(cgroup, "ROOT", tmp_path)
+    (tmp_path / "cgroup").write_text(line + "\n")
+    (tmp_path / folder).mkdir(parents=True)
+    events = tmp_path / folder / file
+    events.write_text(text.format(1))
+    job = Job(tmp_path, capfd, "137 1 killed", "137 2 killed", "0 3 end")
+    waiting = supervise.Launcher.wait
+
+    def wait(launcher):
+        ended = waiting(launcher)
+        if (tmp_path / "calls").read_text().count("\n") == 1:
+            events.write_text(text.format(2))
+        return ended
+
+    monkeypatch.setattr(supervise.Launcher, "wait", wait)
+    code, lines = job.end()
+    assert code == 0
+    ends = [line for line in lines if line.startswith("a rank is lost (signal 9, SIGKILL)")]
+    named = ": out of memory: the kernel killed a process of this control group (memory.events): "
+    assert [named in end for end in ends] == [True, False]
 
 
 def allocation(

@@ -247,7 +247,9 @@ def memory_limit(trial: Trial) -> bool:
         resource.prlimit(victim.pid, resource.RLIMIT_AS, (limit, limit))
     code = trial.end(job)
     # Python itself may have had no memory to start in.
-    trial.named = rf"out of memory|signal \d+|is gone|{no_sign_of(rank)}" if code else ""
+    trial.named = (
+        rf"out of memory|the address space|signal \d+|is gone|{no_sign_of(rank)}" if code else ""
+    )
     return code == 0 and jobs.ended(trial.save) or trial.finish()
 
 
