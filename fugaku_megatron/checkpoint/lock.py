@@ -3,7 +3,7 @@
 The lock is created by link(2), atomic on shared file systems too (O_EXCL without hard links), and
 its time stamp is renewed every BEAT seconds. The next job takes over a lock if the process is gone
 (same kernel), if the time stamp is PATIENCE seconds old (other nodes), or if the lock is damaged
-and not renewed for a beat and a half.
+and not renewed for a beat and a half. A job that stood still may lose its lock: `Lock.check`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -34,6 +33,8 @@ PATIENCE = 120.0
 UNKNOWN_BEATS = 1.5  # of waiting for a sign of life if the lock does not name its owner
 MAX_PROCESS = 2**31 - 1
 GUARD_PATIENCE = 60.0  # seconds; a takeover takes milliseconds
+GUARD_QUIET = 1.0  # seconds of them without a note
+REPORT = 5.0  # seconds left to another thread that reports a lost lock and ends the job
 
 
 @dataclass(frozen=True)
@@ -90,23 +91,38 @@ def _kernel() -> str:
         return uuid.uuid4().hex
 
 
+class StopRequested(Exception):
+    """A signal asked to stop while a job waited for a lock."""
+
+
 @contextlib.contextmanager
 def hold(
-    directory: Directory | None, comm: Comm, alive: Callable[[], Any] = bool
-) -> Iterator[None]:
+    directory: Directory | None, comm: Comm, alive: Callable[[], object] = bool
+) -> Iterator[Callable[[], object]]:
     """Hold the lock of --save `directory`, if any, inside the block. Collective.
 
-    alive: called repeatedly while waiting for another job's sign of life
+    Yields a function that raises ValueError if another job has taken the lock over; without effect on ranks other than 0.
+
+    alive: called repeatedly while waiting for another job's sign of life; true: every rank leaves by SystemExit
 
     Raises ValueError if another job holds the lock or the directory is not writable.
     """
     if directory is None:
-        yield
+        yield bool
         return
     locks: list[Lock] = []  # one on rank 0, none elsewhere
-    on_root(comm, lambda: locks.append(Lock(Path(directory), alive=alive)))
+
+    def acquire() -> bool:
+        try:
+            locks.append(Lock(Path(directory), beat=BEAT, patience=PATIENCE, alive=alive))
+        except StopRequested:
+            print("leaving before the first iteration: a signal asked to stop", flush=True)
+        return bool(locks)
+
+    if not on_root(comm, acquire):
+        raise SystemExit(0)
     try:
-        yield
+        yield locks[0].check if locks else bool
     finally:
         for lock in locks:
             lock.release()
@@ -129,14 +145,17 @@ def _job(owner: Owner | None) -> str:
 
 
 class Lock:
-    """Lock on one directory until `release`. Raises ValueError if another job holds it."""
+    """Lock on one directory until `release`. Raises ValueError if another job holds it.
+
+    alive: called repeatedly while waiting; true: StopRequested is raised
+    """
 
     def __init__(
         self,
         directory: Path,
         beat: float = BEAT,
         patience: float = PATIENCE,
-        alive: Callable[[], Any] = bool,
+        alive: Callable[[], object] = bool,
     ) -> None:
         self.path = directory / LOCK
         self.beat = beat
@@ -144,6 +163,8 @@ class Lock:
         self.alive = alive
         self.owner = Owner.from_this_process()
         self._released = threading.Event()
+        self._checking = threading.Lock()
+        self._reporting = 0  # thread that raises the first error of a lost lock
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._acquire()
@@ -152,14 +173,43 @@ class Lock:
                 f"--save {directory} is not writable: {describe(error)}. Pass another --save or change the "
                 "permissions"
             ) from error
+        self._seen = time.monotonic()
         threading.Thread(target=self._renew, name="lock of --save", daemon=True).start()
 
     def release(self) -> None:
         """Remove the lock, unless another job has taken it over."""
         self._released.set()
-        with contextlib.suppress(OSError):
+        with self._checking, contextlib.suppress(OSError):
             if _read(self.path) == self.owner:
                 self.path.unlink()
+
+    def check(self) -> None:
+        """Raise ValueError if another job has taken the lock over.
+
+        A damaged file is still this job's lock. A missing one is created again if this job has checked it within the time
+        that a takeover needs.
+        """
+        with self._checking:
+            if self._released.is_set():
+                return
+            now = time.monotonic()
+            try:
+                owner = _read(self.path)
+                held = owner is None or owner == self.owner
+            except FileNotFoundError:
+                owner = None
+                held = now - self._seen < self.patience and self._create()
+            if held:
+                self._seen = now
+                return
+            self._reporting = self._reporting or threading.get_ident()
+        if self._reporting != threading.get_ident():
+            time.sleep(REPORT)
+        which = _job(owner) if owner else "a job that has ended"
+        raise ValueError(
+            f"--save {self.path.parent}: this job stood still, and its lock was taken over by another job ({which}): "
+            "this job ends, and saves nothing more"
+        )
 
     def _acquire(self) -> None:
         while not self._create():
@@ -206,12 +256,8 @@ class Lock:
         return True
 
     def _is_renewed(self, owner: Owner | None) -> bool:
-        """Return True if the time stamp changes in time. Node clocks may differ, so only changes
-        count.
-        """
+        """Return True if the time stamp changes in time."""
         patience = self.patience if owner else min(self.patience, UNKNOWN_BEATS * self.beat)
-        first = self._stamp()
-        end = time.monotonic() + patience
         which = (
             f"has the lock of another job ({_job(owner)})"
             if owner
@@ -221,16 +267,26 @@ class Lock:
             f"note: --save {self.path.parent} {which}: waiting up to {patience:g} s for a sign of life, then it is replaced",
             flush=True,
         )
+        return not self._stays(self._stamp, patience, self.beat / 10)
+
+    def _stays(self, stamp: Callable[[], object], seconds: float, interval: float) -> bool:
+        """Return True if a file's stamp stays the same for `seconds`, False once it changes or the file is gone.
+
+        Node clocks may differ, or be set back, so only changes count.
+        """
+        first = stamp()
+        end = time.monotonic() + seconds
         while first is not None:
             last = (
                 time.monotonic() >= end
             )  # before the look: a process that was suspended looks once more
-            if self._stamp() != first:
-                return True
-            if last:
+            if stamp() != first:
                 return False
-            time.sleep(self.beat / 10)
-            self.alive()
+            if last:
+                return True
+            time.sleep(interval)
+            if self.alive():
+                raise StopRequested
         return False
 
     def _stamp(self) -> int | None:
@@ -246,12 +302,7 @@ class Lock:
         try:
             os.close(os.open(guard, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
-            with contextlib.suppress(FileNotFoundError):
-                if (
-                    time.time() - guard.stat().st_mtime > GUARD_PATIENCE
-                ):  # its job died in the few lines below
-                    guard.unlink()
-            time.sleep(0.02)
+            self._await_takeover(guard)
             return
         try:
             if _read(self.path) == dead:
@@ -259,7 +310,29 @@ class Lock:
         finally:
             guard.unlink(missing_ok=True)
 
+    def _await_takeover(self, guard: Path) -> None:
+        """Wait until another job has removed its guard; remove the guard of a job that died before."""
+
+        def stamp() -> tuple[int, int] | None:
+            try:
+                status = guard.lstat()
+            except FileNotFoundError:
+                return None
+            return status.st_ino, status.st_mtime_ns
+
+        if not self._stays(stamp, GUARD_QUIET, 0.02):
+            return
+        print(
+            f"note: --save {guard.parent} has {guard.name} of a job that takes its lock over: waiting up to "
+            f"{GUARD_PATIENCE:g} s, then it is removed",
+            flush=True,
+        )
+        if self._stays(stamp, GUARD_PATIENCE, self.beat / 10):
+            guard.unlink(missing_ok=True)
+
     def _renew(self) -> None:
+        """Renew the time stamp. A ValueError of `check` on this thread ends the job: see `comm.job`."""
         while not self._released.wait(self.beat):
             with contextlib.suppress(OSError):
+                self.check()
                 os.utime(self.path)

@@ -5,7 +5,8 @@ DIR/iter_0000100/manifest.json            layout, config, state, every shard's p
 DIR/iter_0000100/rank_00003.safetensors   shards that rank 3 owns
 DIR/iter_0000100/ranks_000127/...         files of ranks 127 to 253, with a manifest
 DIR/hugging_face/                         tokenizer and configurations of a converted model
-DIR/iter_0000100.tmp                      unfinished save or removal: never read
+DIR/1a2b3c4d.iter_0000100.tmp             unfinished save, of a name that no other job uses: never read
+DIR/iter_0000100.tmp                      unfinished removal: never read
 DIR/iter_0000100.old                      checkpoint that is being replaced
 """
 
@@ -15,6 +16,7 @@ import errno
 import json
 import os
 import re
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +42,7 @@ FOLDERS_VERSION = (
 )
 UNSIGNED_VERSION = 1  # without a checksum of the manifest; still read
 _REMEDY = "restore the file from a copy, or choose another iteration by --ckpt-step"
-_ITERATION_NAME = re.compile(r"iter_(\d{7,})(\.tmp|\.old)?")
+_ITERATION_NAME = re.compile(r"(?:[0-9a-f]{8}\.(?=.*\.tmp))?iter_(\d{7,})(\.tmp|\.old)?")
 _TRACKER_DIGITS = 18
 TORCH_DIST = ".metadata"  # of Megatron-LM's checkpoints in the format torch_dist
 TORCH_DIST_COMMON = "common.pt"
@@ -332,6 +334,11 @@ def entries(directory: Path) -> list[tuple[int, str, Path]]:
 
 def iteration_name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
+
+
+def unfinished_path(directory: Path, iteration: int) -> Path:
+    """Return a new name for a save: a job that stood still must not write into another job's."""
+    return directory / f"{uuid.uuid4().hex[:8]}.{iteration_name(iteration)}.tmp"
 
 
 def iteration_path(directory: Path, iteration: int) -> Path:

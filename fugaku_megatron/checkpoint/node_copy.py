@@ -31,10 +31,11 @@ from .manifest import (
     iteration_name,
     list_iterations,
     read_head,
+    unfinished_path,
     write_manifest,
     write_text,
 )
-from .save import Steps, Written, run_steps, save_steps, write_shards
+from .save import CheckLock, Steps, Written, run_steps, save_steps, write_shards
 from .schema import Manifest
 from .shards import Shard
 from .tensor_files import copy_verified
@@ -68,6 +69,7 @@ def node_first_steps(
     shards: list[Shard],
     description: Description,
     folders: Folders,
+    check_lock: CheckLock,
     wait: bool,
 ) -> Steps:
     """Write to the node's disk, then copy to the shared `directory`.
@@ -76,28 +78,39 @@ def node_first_steps(
     """
     comm = folders.comm
     iteration = description.iteration
-    first = local_steps(local, shards, description, run_name(directory, comm, make=True), comm)
+    on_root(comm, check_lock)
+    name = run_name(directory, comm, make=True)
+    first = local_steps(local, shards, description, name, comm, check_lock)
     written = run_steps(first) if wait else (yield from first)
     return (
         yield from save_steps(
-            directory, partial(copy_written, local, comm, iteration, written), description, folders
+            directory,
+            partial(copy_written, local, comm, iteration, written),
+            description,
+            folders,
+            check_lock,
         )
     )
 
 
 def local_steps(
-    local: Directory, shards: list[Shard], description: Description, name: str | None, comm: Comm
+    local: Directory,
+    shards: list[Shard],
+    description: Description,
+    name: str | None,
+    comm: Comm,
+    check_lock: CheckLock = bool,
 ) -> Steps:
     """Write this rank's copy, remove older ones once all ranks have theirs, and return `Written`."""
     own = own_folder(local, comm)
     iteration = description.iteration
     prefix = f"--save-local {local}: iteration {iteration} is not saved: "
     description = replace(description, state={**description.state, "run": name})
-    outcome = yield partial(
-        _write, own / f"{iteration_name(iteration)}.tmp", comm.rank, shards, description
-    )
+    aside = unfinished_path(own, iteration)
+    outcome = yield partial(_write, aside, comm.rank, shards, description)
     written = agree(comm, outcome, prefix, _remedy)
-    agree(comm, partial(_publish, own, iteration), prefix, _remedy)
+    on_root(comm, check_lock)
+    agree(comm, partial(_publish, aside, own / iteration_name(iteration)), prefix, _remedy)
     outcome = yield partial(_remove_others, own, iteration)
     agree(comm, outcome, prefix, _remedy)
     return written
@@ -108,20 +121,17 @@ def _remedy() -> str:
 
 
 def _write(aside: Path, rank: int, shards: list[Shard], description: Description) -> Written:
-    if aside.exists():
-        shutil.rmtree(aside)
     aside.mkdir(parents=True)
     written = write_shards(rank, shards, aside)
     write_manifest(aside, description, files=dict([written] if written else []))
     return written
 
 
-def _publish(own: Path, iteration: int) -> None:
-    final = own / iteration_name(iteration)
+def _publish(aside: Path, final: Path) -> None:
     if final.exists():  # of a run that was killed and goes through this iteration again
         final.rename(final.with_name(final.name + ".old"))
-    (own / f"{final.name}.tmp").rename(final)
-    fsync(own)
+    aside.rename(final)
+    fsync(final.parent)
 
 
 def _remove_others(own: Path, iteration: int) -> None:

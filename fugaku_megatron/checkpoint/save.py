@@ -1,6 +1,6 @@
 """Writing sharded checkpoints: a safetensors file per rank and manifests. No pickled code.
 
-A save writes into iter_0000100.tmp and renames it at the end, so an interrupted save leaves the
+A save writes into *.iter_0000100.tmp and renames it at the end, so an interrupted save leaves the
 previous checkpoint loadable. It is a generator of steps, which may overlap with training. Every
 public function is collective.
 """
@@ -38,6 +38,7 @@ from .manifest import (
     list_iterations,
     read_head,
     saved_iterations,
+    unfinished_path,
     write_folder,
     write_manifest,
     write_text,
@@ -51,6 +52,7 @@ Written = (
     tuple[str, Entry] | None
 )  # a file's name and its manifest entry; None for a rank that saves nothing
 WriteFile = Callable[[Path], Written]  # of a rank, into a folder
+CheckLock = Callable[[], object]  # see `lock.hold`
 Steps = Generator[Callable[[], Any], Callable[[], Any], Any]
 _CPUS = os.sched_getaffinity(
     0
@@ -67,7 +69,11 @@ def run_steps(steps: Steps) -> Any:
 
 
 def save_steps(
-    directory: Directory, write: WriteFile, description: Description, folders: Folders
+    directory: Directory,
+    write: WriteFile,
+    description: Description,
+    folders: Folders,
+    check_lock: CheckLock = bool,
 ) -> Steps:
     """Write a checkpoint and return its directory.
 
@@ -75,16 +81,17 @@ def save_steps(
         large files and never communicates; code between two yields is collective.
 
     write: writes this rank's file, such as `write_shards` of its shards
+    check_lock: raises ValueError on rank 0 if another job writes into `directory` by now
 
     Raises ValueError on all ranks if any rank fails; earlier checkpoints stay loadable.
     """
     comm = folders.comm
     directory = Path(directory)
-    name = iteration_name(description.iteration)
-    aside = directory / f"{name}.tmp"
-    prefix = f"--save {directory}: iteration {description.iteration} is not saved: "
+    iteration = description.iteration
+    prefix = f"--save {directory}: iteration {iteration} is not saved: "
+    on_root(comm, check_lock)
+    aside = on_root(comm, lambda: _prepare(directory, iteration, check_lock), prefix, _untouched)
     folder = aside / folders.name
-    on_root(comm, lambda: _prepare(directory, description.iteration, aside), prefix, _untouched)
     try:
         if folders.name:
             agree(
@@ -103,14 +110,16 @@ def save_steps(
             prefix,
             _untouched,
         )
+        on_root(comm, lambda: _publish(directory, iteration, aside, check_lock), prefix)
     except ValueError:
         if comm.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
+        on_root(comm, check_lock)  # the job that took it over may have removed this save's files
         raise
-    on_root(comm, lambda: _publish(directory, description.iteration, aside), prefix)
-    obsolete = yield partial(_set_aside, directory, description) if comm.rank == 0 else list
-    yield from _remove(on_root(comm, obsolete), folders)
-    return directory / name
+    expire = partial(_set_aside, directory, description, check_lock)
+    obsolete = yield expire if comm.rank == 0 else list
+    yield from _remove(on_root(comm, obsolete), folders, check_lock)
+    return directory / iteration_name(iteration)
 
 
 def save_alone(directory: Path, write: Callable[[Path], Files], description: Description) -> Path:
@@ -215,17 +224,21 @@ def _untouched() -> str:
     return ". Earlier checkpoints there are untouched. If the disk is full or read-only, pass another --save"
 
 
-def _prepare(directory: Path, iteration: int, aside: Path) -> None:
+def _prepare(directory: Path, iteration: int, check_lock: CheckLock) -> Path:
+    """Remove what unfinished saves left; return a new folder."""
     directory.mkdir(parents=True, exist_ok=True)
     for number, suffix, path in entries(directory):
+        check_lock()
         current = directory / iteration_name(number)
         if suffix == ".old" and not current.exists():
             path.rename(current)
         elif suffix:
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
     if (directory / iteration_name(iteration)).exists():
         _check_ours(directory, iteration)
+    aside = unfinished_path(directory, iteration)
     aside.mkdir()
+    return aside
 
 
 def _check_ours(directory: Path, iteration: int) -> None:
@@ -252,7 +265,8 @@ def write_shards(rank: int, shards: list[Shard], folder: Path) -> Written:
     return path.name, {**entry, "shards": [shard.record() for shard in shards]}
 
 
-def _publish(directory: Path, iteration: int, aside: Path) -> None:
+def _publish(directory: Path, iteration: int, aside: Path, check_lock: CheckLock) -> None:
+    check_lock()
     final = directory / iteration_name(iteration)
     if final.exists():
         final.rename(
@@ -261,13 +275,15 @@ def _publish(directory: Path, iteration: int, aside: Path) -> None:
     aside.rename(final)
     fsync(directory)
     tracker = directory / (TRACKER + ".tmp")
+    check_lock()
     write_text(tracker, f"{iteration}\n")
+    check_lock()  # a job may stand still while it waits for the disk
     tracker.replace(directory / TRACKER)
     forgive(directory, iteration)
     fsync(directory)
 
 
-def _set_aside(directory: Path, description: Description) -> list[Path]:
+def _set_aside(directory: Path, description: Description, check_lock: CheckLock) -> list[Path]:
     """Rename replaced and expired checkpoints, so that none is read half removed. Failures only
     warn.
     """
@@ -284,12 +300,13 @@ def _set_aside(directory: Path, description: Description) -> list[Path]:
         obsolete.insert(0, replaced)
     aside = []
     for path in obsolete:
+        check_lock()
         with _warning(path):
             aside.append(path.rename(path.with_suffix(".tmp")))
     return aside
 
 
-def _remove(obsolete: list[Path], folders: Folders) -> Steps:
+def _remove(obsolete: list[Path], folders: Folders, check_lock: CheckLock) -> Steps:
     """Remove renamed checkpoints, each folder by its leader. Failures only warn."""
     for path in obsolete:
         if folders.name:
@@ -298,11 +315,13 @@ def _remove(obsolete: list[Path], folders: Folders) -> Steps:
             removed = yield remove if folders.leads else list
             removed()
             folders.comm.barrier()
-        removed = yield partial(_remove_rest, path) if folders.comm.rank == 0 else list
-        removed()
+        remove = partial(_remove_rest, path, check_lock)
+        removed = yield remove if folders.comm.rank == 0 else list
+        on_root(folders.comm, removed)
 
 
-def _remove_rest(path: Path) -> None:
+def _remove_rest(path: Path, check_lock: CheckLock) -> None:
+    check_lock()
     with _warning(path.with_suffix("")):
         shutil.rmtree(path)
 

@@ -119,6 +119,11 @@ def _end(error: BaseException, comm: Comm | None, traced: bool = False) -> NoRet
             print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
     exit_codes.close_output()
     exit_codes.wait_until_read(sys.stderr)
+    if threading.current_thread() is not threading.main_thread():
+        # MPI_Abort calls exit, whose destructors crash a main thread that computes
+        if comm is None or comm.size == 1:
+            os._exit(code)
+        exit_codes.abort(code)
     if comm:
         comm.abort(code)
     os._exit(code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
@@ -38,6 +39,7 @@ from ..observe.stragglers import RankTimes
 from ..observe.telemetry import Otlp, Telemetry
 from ..observe.wandb_run import WandbRun
 from ..observe.watchdog import Watchdog
+from ..start.signals import STOPS, kept_stop
 from ..training.replicas import comparison_line
 from ..training.trainer import Trainer
 from .announce import announce, data_lines, iteration_line
@@ -273,16 +275,18 @@ def open_telemetry(plan: Plan, world: Comm) -> Telemetry:
 def pretrain(arguments: Arguments, world: Comm, watchdog: Watchdog) -> None:
     """Run from flags to the last checkpoint. Collective."""
     plan, lines = check_run(arguments.run, world)
+
+    def asked_to_stop() -> bool:
+        watchdog.heart.enter("the start: waiting for the lock of --save")
+        return kept_stop(map(signal.getsignal, STOPS)) is not None
+
     with (
         closing(open_telemetry(plan, world)) as telemetry,
-        hold(
-            plan.config.output.save,
-            world,
-            lambda: watchdog.heart.enter("the start: waiting for the lock of --save"),
-        ),
+        hold(plan.config.output.save, world, asked_to_stop) as check_lock,
     ):
         with telemetry.span(spans.STARTUP):
             session = start(plan, (*arguments.notes, *lines), world, watchdog, telemetry)
+        session.trainer.check_lock = check_lock
         try:
             with session.signals:
                 if plan.config.training.skip_train:

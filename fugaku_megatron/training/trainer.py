@@ -18,7 +18,15 @@ from torch import Tensor
 from ..checkpoint.load import Checkpoint, load_shards, open_checkpoint
 from ..checkpoint.manifest import Description, Folders
 from ..checkpoint.node_copy import node_first_steps
-from ..checkpoint.save import BackgroundSave, Snapshot, Steps, run_steps, save_steps, write_shards
+from ..checkpoint.save import (
+    BackgroundSave,
+    CheckLock,
+    Snapshot,
+    Steps,
+    run_steps,
+    save_steps,
+    write_shards,
+)
 from ..checkpoint.shards import WEIGHT, Shard, fill_shards
 from ..checkpoint.trusted import REPLICAS, Fault, record_fault
 from ..comm.agreement import agree, on_root
@@ -147,7 +155,7 @@ class Trainer:
         it may replace the gradients.
     phase: name -> context around "forward_backward" and "optimizer" of an iteration, and around an iteration of "evaluate".
     tokenizer, data_files: records for checkpoints. order: samples for which the order of the data
-        was first made.
+        was first made. check_lock: raises ValueError on rank 0 once another job writes into --save.
     """
 
     run: RunConfig
@@ -167,6 +175,7 @@ class Trainer:
     tokenizer: JsonObject | None = None
     order: DataOrder = NEW_ORDER
     data_files: list[Record] = field(default_factory=list)
+    check_lock: CheckLock = bool
 
     def __post_init__(self) -> None:
         run = self.run
@@ -443,10 +452,21 @@ class Trainer:
         )
         if local and node_first:
             return node_first_steps(
-                local, directory, shards, description, self.folders, wait=self._snapshot is None
+                local,
+                directory,
+                shards,
+                description=description,
+                folders=self.folders,
+                check_lock=self.check_lock,
+                wait=self._snapshot is None,
             )
+        write = partial(write_shards, self.world.rank, shards)
         return save_steps(
-            directory, partial(write_shards, self.world.rank, shards), description, self.folders
+            directory,
+            write,
+            description=description,
+            folders=self.folders,
+            check_lock=self.check_lock,
         )
 
     def _saved_shards(self) -> list[Shard]:
@@ -487,6 +507,7 @@ class Trainer:
     def record_fault(self, directory: str, why: str, suspect_from: int | None) -> Fault:
         """Record the cause of the run's end next to the checkpoints (`checkpoint.trusted`). Collective."""
         iteration = self.progress.iteration
+        on_root(self.world, self.check_lock)
         return on_root(self.world, lambda: record_fault(directory, iteration, why, suspect_from))
 
     def save(self, directory: str) -> None:

@@ -1,4 +1,4 @@
-"""The lock of a --save: refused to a second job, taken over from a dead one."""
+"""The lock of a --save: refused to a second job, taken over from a dead one, checked by one that stood still."""
 
 import json
 import os
@@ -7,13 +7,19 @@ import sys
 import threading
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fugaku_megatron.checkpoint import lock
 from fugaku_megatron.checkpoint.lock import LOCK, Lock, Owner, hold
+from fugaku_megatron.checkpoint.manifest import TRACKER, Description, Folders
+from fugaku_megatron.checkpoint.save import save_steps, write_shards
+from fugaku_megatron.checkpoint.shards import Shard
 from fugaku_megatron.comm.base import SoloComm
+from tests.helpers import one_error, save_checkpoint
 from tests.threads import ThreadWorld
 from tests.time_limit import time_limit
 
@@ -176,6 +182,96 @@ def test_releasing_leaves_the_lock_of_a_job_that_took_over(tmp_path, elsewhere):
     assert json.loads(path.read_text())["token"] == "theirs"
 
 
+def test_a_job_whose_lock_was_taken_over_is_told_so(tmp_path, elsewhere):
+    held = Lock(tmp_path)
+    held.check()
+    elsewhere()
+    with pytest.raises(ValueError) as raised:
+        held.check()
+    assert str(raised.value).startswith(
+        f"--save {tmp_path}: this job stood still, and its lock was taken over by another job (process 77 on node7 since "
+    )
+    held.release()
+    held.check()
+
+
+def test_a_job_that_renews_its_lock_ends_when_it_has_lost_it(tmp_path, elsewhere, monkeypatch):
+    raised = []
+    monkeypatch.setattr(threading, "excepthook", lambda failed: raised.append(failed.exc_value))
+    held = Lock(tmp_path, beat=0.02)
+    path = elsewhere()
+    os.utime(path, (1e9, 1e9))
+    with time_limit():
+        while not raised:
+            time.sleep(0.01)
+    assert "its lock was taken over by another job" in str(raised[0])
+    assert path.stat().st_mtime == 1e9, "not renewed"
+    held.release()
+
+
+def test_a_missing_lock_is_created_again_unless_the_job_stood_still(tmp_path, clock):
+    held = Lock(tmp_path)
+    clock.now += lock.PATIENCE - 1
+    held.path.unlink()
+    held.check()
+    assert json.loads(held.path.read_text())["token"] == held.owner.token
+    held.path.unlink()
+    clock.now += lock.PATIENCE
+    with pytest.raises(ValueError, match="taken over by another job \\(a job that has ended\\)"):
+        held.check()
+    assert not held.path.exists()
+    held.release()
+
+
+CHECKS = (0, 3, 5, 6)  # of the lock that pass: two checkpoints are there at the start
+STEPS = ("before", "before its name", "before the tracker", "before old ones go")
+
+
+@pytest.mark.parametrize("step", range(len(STEPS)), ids=STEPS)
+def test_a_save_without_the_lock_changes_nothing(step, tmp_path):
+    """The lock is lost between two steps of a save, and the other job has begun a save of the same iteration."""
+    for iteration in (10, 20):
+        save_checkpoint(tmp_path, shards(), SoloComm(), description(iteration))
+    theirs = tmp_path / "0123abcd.iter_0000030.tmp"
+    checks = []
+
+    def check_lock():
+        checks.append(len(checks))
+        if len(checks) > CHECKS[step]:
+            raise ValueError("lost")
+
+    def rank(comm):
+        folders = Folders(comm)
+        write = partial(write_shards, comm.rank, shards() if comm.rank else [])
+        check = check_lock if comm.rank == 0 else bool
+        steps = save_steps(tmp_path, write, description(30), folders, check)
+        work = next(steps)
+        try:
+            while True:
+                comm.barrier()
+                theirs.mkdir(exist_ok=True)
+                comm.barrier()
+                work = steps.send(work)
+        except StopIteration:
+            pass
+
+    error = one_error(2, rank)
+    assert error.endswith("lost") and theirs.is_dir() == (step > 0)
+    names = {path.name for path in tmp_path.iterdir() if path.name.startswith("iter_")}
+    published = {"iter_0000030"} if step > 1 else set()
+    assert names == {"iter_0000010", "iter_0000020"} | published
+    assert (tmp_path / TRACKER).read_text() == ("30\n" if step > 2 else "20\n")
+    assert [path.name for path in tmp_path.glob("*iter_*.tmp")] == ([theirs.name] if step else [])
+
+
+def shards():
+    return [Shard("weights", torch.ones(4), (4,), (0,), (4,))]
+
+
+def description(iteration):
+    return Description(iteration, {}, {}, {}, keep=1 if iteration == 30 else None)
+
+
 def test_of_many_that_start_at_once_or_take_over_one_wins(tmp_path):
     dead = replace(
         Owner.from_this_process(), created=0.0, token="dead"
@@ -201,6 +297,46 @@ def test_of_many_that_start_at_once_or_take_over_one_wins(tmp_path):
         assert len(won) == 1
         won[0].release()
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("ahead", [0.0, 86400.0])
+def test_the_guard_of_a_takeover_that_died_is_removed_after_a_note(tmp_path, ahead, clock, capsys):
+    """Its time stamp may be of a clock that is ahead."""
+    dead = replace(Owner.from_this_process(), created=0.0, token="dead")
+    (tmp_path / LOCK).write_text(json.dumps(asdict(dead)))
+    guard = tmp_path / f"{LOCK}.takeover"
+    guard.touch()
+    os.utime(guard, (time.time() + ahead,) * 2)
+    Lock(tmp_path).release()
+    assert list(tmp_path.iterdir()) == [] and 60 < clock.now < 63
+    assert capsys.readouterr().out == (
+        f"note: --save {tmp_path} has .lock.takeover of a job that takes its lock over: waiting up to 60 s, then it is removed\n"
+    )
+
+
+def test_a_guard_that_is_a_folder_is_named(tmp_path, clock):
+    dead = replace(Owner.from_this_process(), created=0.0, token="dead")
+    (tmp_path / LOCK).write_text(json.dumps(asdict(dead)))
+    (tmp_path / f"{LOCK}.takeover").mkdir()
+    with pytest.raises(ValueError, match=r"--save .* is not writable: .*\.lock\.takeover: "):
+        Lock(tmp_path)
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_a_signal_ends_the_wait_on_every_rank(tmp_path, elsewhere, clock, guarded, capsys):
+    path = elsewhere()
+    if guarded:
+        dead = replace(Owner.from_this_process(), created=0.0, token="dead")
+        path.write_text(json.dumps(asdict(dead)))
+        (tmp_path / f"{LOCK}.takeover").touch()
+
+    def rank(comm):
+        with pytest.raises(SystemExit) as ended, hold(tmp_path, comm, lambda: clock.now > 3):
+            pytest.fail("the lock is held")
+        return ended.value.code
+
+    assert ThreadWorld(2).run(rank) == [0, 0] and clock.now < 6
+    assert "leaving before the first iteration: a signal asked to stop" in capsys.readouterr().out
 
 
 def test_without_hard_links_the_file_is_created_exclusively(tmp_path, monkeypatch):

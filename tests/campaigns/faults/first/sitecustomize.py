@@ -4,7 +4,8 @@ The process that draws the losses after a save takes longer than a run. It ends 
 rank,call,element,mark: that call to attention's backward on that rank leaves a NaN in its result, and creates the file `mark`.
 FAULT_HOLD is mark:iteration:...; after each of these iterations, the first time, the last rank waits to be killed. `mark`.iteration
 is then a link to its process number. FAULT_HOLD_IMPORT is a mark: every rank creates `mark`.process and waits in an import until a
-signal comes.
+signal comes. FAULT_LOCK is file:beat:patience: the lock of --save has these seconds and another kernel, as on another node, and
+`file` gets a line for each call that changes a file: time, process, event, path.
 """
 
 import importlib.util
@@ -17,6 +18,8 @@ from pathlib import Path
 KERNELS = "fugaku_megatron._kernels"
 TRAINER = "fugaku_megatron.training.trainer"
 META = "torch._meta_registrations"
+LOCK = "fugaku_megatron.checkpoint.lock"
+CHANGES = ("os.rename", "os.link", "os.mkdir", "shutil.rmtree")  # audit events
 USERS_OF_META = ("torch._dynamo", "transformers")
 GENERATOR_METACLASSES = (  # torch 2.15, 2.13
     ("torch._custom_class_base", "CustomClassBaseMeta"),
@@ -112,6 +115,24 @@ def await_signal(mark):
     signal.set_wakeup_fd(before)
 
 
+def shorten_lock(module, beat, patience):
+    module.BEAT = float(beat)
+    module.PATIENCE = float(patience)
+    module._kernel = lambda: str(os.getpid())
+
+
+def trace_changes(file):
+    """Append every rename, removal, new folder and file opened for writing to `file`."""
+    trace = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def hook(event, args):
+        writes = event == "open" and args[1] is not None and set(str(args[1])) & set("wxa+")
+        if writes or event in CHANGES:
+            os.write(trace, f"{time.time()} {os.getpid()} {event} {args[0]}\n".encode())
+
+    sys.addaudithook(hook)
+
+
 if {"fugaku_megatron.observe.loss_plot", "loss"} <= {*sys.orig_argv}:
     os._exit(0)
 sys.meta_path.insert(0, WithoutMeta())
@@ -128,3 +149,7 @@ if "FAULT_HOLD_IMPORT" in os.environ:
     sys.meta_path.insert(
         0, Changed(TRAINER, lambda module: await_signal(os.environ["FAULT_HOLD_IMPORT"]))
     )
+if "FAULT_LOCK" in os.environ:
+    changes, *seconds = os.environ["FAULT_LOCK"].split(":")
+    trace_changes(changes)
+    sys.meta_path.insert(0, Changed(LOCK, lambda module: shorten_lock(module, *seconds)))
