@@ -165,8 +165,8 @@ CASES = {
             {"role": "tool", "content": "b"},
             assistant("c"),
         ],
-        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant[+\nf()<|im_end|>\n+]<|im_start|>user\nb<|im_end|>\n"
-        "<|im_start|>assistant[+\nc<|im_end|>\n+]",
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n[+f()<|im_end|>\n+]<|im_start|>user\nb<|im_end|>\n"
+        "<|im_start|>assistant\n[+c<|im_end|>\n+]",
     ),
     "qwen 3": (
         QWEN_3,
@@ -194,18 +194,18 @@ END = "<|im_end|>"
         (  # an earlier turn loses its thoughts: what is rendered of it is trained
             FORGETFUL,
             THOUGHT,
-            f"{START}user\na{END}\n{START}assistant\n[+\n\nc{END}+]\n"
+            f"{START}user\na{END}\n{START}assistant\n[+\n\nc{END}\n+]"
             f"{START}user\nd{END}\n{START}assistant\n[+e{END}\n+]",
         ),
         (  # the assistant begins
             CHATML,
             [assistant("hello"), user("b"), assistant("c")],
-            f"{START}assistant\n[+hello{END}+]\n{START}user\nb{END}\n{START}assistant\n[+c{END}\n+]",
+            f"{START}assistant\n[+hello{END}\n+]{START}user\nb{END}\n{START}assistant\n[+c{END}\n+]",
         ),
         (  # the text ends with a token that an earlier turn has not
             PHI_3,
             [user("a"), assistant("b"), user("c"), assistant("d")],
-            "<s><|start|>user\na<|eot|>\n<|start|>assistant\n[+b<|eot|>+]\n"
+            "<s><|start|>user\na<|eot|>\n<|start|>assistant\n[+b<|eot|>\n+]"
             "<|start|>user\nc<|eot|>\n<|start|>assistant\n[+d<|eot|>\n</s>+]",
         ),
         (
@@ -226,17 +226,6 @@ def test_an_answer_may_begin_and_end_with_white_space(tokenizer, answer):
     plain = f"{START}user\na{END}\n{START}assistant\n{answer}{END}\n"
     assert text.replace("[+", "").replace("+]", "").startswith(plain)
     assert text.count("[+") == 2 and f"[+{answer}{END}" in text
-
-
-def test_answers_are_found_alike_in_tokens_and_in_text(tokenizer, monkeypatch):
-    chat = {"messages": TALK}
-    by_prefixes = rendered(tokenizer, CHATML, chat)
-
-    def refuse(*arguments):
-        raise ValueError("a token holds text of two messages")
-
-    monkeypatch.setattr(ChatTemplate, "_trained_by_prefixes", refuse)
-    assert rendered(tokenizer, CHATML, chat) == by_prefixes
 
 
 def test_a_template_near_a_known_one_is_left_as_it_is(tokenizer):

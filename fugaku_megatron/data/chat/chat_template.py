@@ -1,12 +1,13 @@
 """Tokenize chats with a tokenizer's chat template, and mark the assistant's tokens.
 
-Trained tokens equal trl's SFTTrainer with assistant_only_loss or completion_only_loss. They are
-found by {% generation %} markers, or by rendering turn by turn. An ambiguous chat is refused.
+They are found by {% generation %} markers, or from renderings (`turns`). A chat whose turns cannot
+be found is refused.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -18,16 +19,21 @@ from ...tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
 from ...tokenizers.tokenizer import Tokenizer
 from ...tokenizers.utf8 import clean
 from .chat_files import signed, unsigned
-from .chats import ASSISTANT, REASON, REASONING, WEIGHTS, Chat, Messages, user_turn
+from .chats import (
+    ASSISTANT,
+    INSTEAD_OF_CONTENT,
+    REASON,
+    REASONING,
+    WEIGHTS,
+    Chat,
+    Messages,
+    user_turn,
+)
 from .template_process import LARGEST_TEMPLATE, TemplateLimit, TemplateRefusal, apply_chat_template
 from .training_forms import training_form
+from .turns import FORM, MARK, Turns
 
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-MARK = "fmAnswer7Mark"  # stands for an answer's content, to find where a template puts it
-NOT_FOUND = (
-    "the chat template renders {what} differently alone and in the whole chat, so that the assistant's tokens cannot be found: pass "
-    "--chat-template FILE, the template with {{% generation %}} and {{% endgeneration %}} around what the assistant writes"
-)
 Trained = tuple[np.ndarray, np.ndarray]  # token ids, and True for those that are trained
 
 
@@ -62,20 +68,23 @@ class ChatTemplate:
                 f"the chat template of --tokenizer-model has {len(self.text)} characters, more than "
                 f"{LARGEST_TEMPLATE}: pass another one as --chat-template FILE"
             )
-        self.marked = MARKER.search(self.text) is not None
+        self._marks = MARKER.search(self.text) is not None
         self._for_training = self.text
         self.form: str | None = None
-        if not self.marked:
+        if not self._marks:
             self._for_training, self.form = training_form(self.text, self._renders_alike)
+            self._marks = self.form is not None
         # transformers applies the template named tool_use to chats with tools
         for_tools = self._library.get_chat_template(template, tools=[])
         self._with_tools = None
         if for_tools != self.text:
             self._with_tools = ChatTemplate(tokenizer, for_tools)
-        self._special: set[int] = {
-            *self._library.get_added_vocab().values(),
-            *self._library.all_special_ids,
-        }
+        kinds = self._library.added_tokens_decoder
+        special = {token for token, kind in kinds.items() if kind.special}
+        self._special: set[int] = special | {*self._library.all_special_ids}
+        self._added: set[int] = self._special | {*kinds}
+        names = sorted({*self._library.all_special_tokens, *map(str, kinds.values())}, key=len)
+        self._pattern = re.compile("|".join(map(re.escape, names[::-1])) or r"(?!)")
 
     def _renders_alike(self, changed: str, template: str) -> bool:
         chat = Chat([user_turn("Hello"), {"role": ASSISTANT, "content": "Hello!"}])
@@ -91,7 +100,7 @@ class ChatTemplate:
             return f"by generation markers; the template is {self.form}'s, changed for training as trl does"
         return (
             "by the template's generation markers"
-            if self.marked
+            if self._marks
             else "turn by turn, as the template has no generation markers"
         )
 
@@ -105,7 +114,8 @@ class ChatTemplate:
                 raise ValueError(
                     "the template renders no token of the assistant that could be trained"
                 )
-            self._check_ends(ids, trained)
+            if not chat.texts:
+                self._check_ends(ids, trained, self._stops or self._find_stops(chat))
         except TemplateLimit as error:
             raise TemplateLimit(f"{chat.where}: {error}") from None
         except ValueError as error:
@@ -131,44 +141,91 @@ class ChatTemplate:
         return chat.unread | {f"{name} of messages" for name in names}
 
     @cached_property
-    def _takes_parts(self) -> bool:
-        """True for a template that renders a one-text list like the text."""
+    def _stops(self) -> frozenset[int]:
+        return self._find_stops(Chat([]))
+
+    def _find_stops(self, chat: Chat) -> frozenset[int]:
+        """Return special or added tokens that end a plain answer, whose own text has none.
+
+        chat: its tools and options are passed to the template
+        """
+        talk = [user_turn("Hello"), {"role": ASSISTANT, "content": "Hello"}] * 2
+        ends: list[int | None] = []
+        for messages in (talk[:2], talk):
+            try:
+                plain = self._as_taken(Chat(messages, tools=chat.tools, options=chat.options))
+                ids, trained = self._encode_messages(plain)
+            except TemplateLimit:
+                raise
+            except ValueError:
+                continue
+            ends += [self._last_word(turn) for turn in _runs(ids, trained)]
+        return frozenset(self._added.intersection(ends))
+
+    @cached_property
+    def _takes(self) -> tuple[bool, bool]:
+        """Return (takes text, takes lists of texts): renders a user's words of this kind."""
         texts = []
-        for content in ("Hello", [{"type": "text", "text": "Hello"}]):
+        for content in (MARK, [{"type": "text", "text": MARK}]):
             chat = Chat([{"role": "user", "content": content}])
             try:
                 texts.append(self._text(chat, chat.messages))
+            except TemplateLimit:
+                raise
             except ValueError:
-                return False
-        return texts[0] == texts[1]
+                texts.append("")
+        takes_text = MARK in texts[0]
+        takes_parts = MARK in texts[1] and (not takes_text or texts[0] == texts[1])
+        return takes_text or not takes_parts, takes_parts
 
     def _as_taken(self, chat: Chat) -> Chat:
         """Convert contents to the kind that the template renders: text for a list, and for none."""
+        takes_text, takes_parts = self._takes
         whole = list(chat.messages)
-        contents = [message.get("content") for message in whole]
-        if any(isinstance(content, list) for content in contents) and not self._takes_parts:
-            for number, content in enumerate(contents):
-                if isinstance(content, list):
-                    content = "".join(part["text"] for part in content)
-                whole[number] = {**whole[number], "content": content}
-        empty = [number for number, content in enumerate(contents) if content is None]
-        if not empty:
-            return replace(chat, messages=whole)
-        try:
-            text = self._text(chat, whole)
-        except ValueError:
-            for number in empty:
-                whole[number] = {**whole[number], "content": ""}
-            text = self._text(chat, whole)
-        for number, message in enumerate(whole, start=1):
-            if not message.get("content") and not all(
-                name in text for name in _tool_names(message)
-            ):
+        for number, message in enumerate(whole):
+            content = message.get("content")
+            if isinstance(content, list) and not takes_parts:
+                content = "".join(part["text"] for part in content)
+            elif isinstance(content, str) and not takes_text:
+                content = [{"type": "text", "text": content}]
+            whole[number] = {**message, "content": content} if content is not None else message
+        empty = [number for number, message in enumerate(whole) if message.get("content") is None]
+        if empty:
+            try:
+                self._text(chat, whole)
+            except TemplateLimit:
+                raise
+            except ValueError:
+                for number in empty:
+                    whole[number] = {**whole[number], "content": ""}
+        self._check_rendered(chat, whole)
+        return replace(chat, messages=whole)
+
+    def _check_rendered(self, chat: Chat, messages: Messages) -> None:
+        """Raise ValueError if calls or thoughts in place of a content are not rendered.
+
+        A template that reads calls has to render those next to a content too.
+        """
+        probes = {}
+        for number, message in enumerate(messages):
+            instead = [name for name in INSTEAD_OF_CONTENT if message.get(name)]
+            reads = "tool_calls" in instead and "tool_calls" in self.text
+            if message["role"] == ASSISTANT and instead and (reads or _is_blank(message)):
+                probes[number] = instead[0]
+        if not probes:
+            return
+        whole = list(messages)
+        for number in probes:
+            whole[number] = _probe(whole[number], f"{MARK}{number}_")
+        text = self._text(chat, whole, self._for_training)
+        for number, name in probes.items():
+            if f"{MARK}{number}_" not in text:
+                what = "tool calls" if name == "tool_calls" else name
+                alone = " and no content" if _is_blank(messages[number]) else ""
                 raise ValueError(
-                    f"message {number} has tool calls and no content, and the chat template does not render tool calls: pass "
+                    f"message {number + 1} has {what}{alone}, and the chat template does not render {what}{alone and ' there'}: pass "
                     "another one as --chat-template FILE"
                 )
-        return replace(chat, messages=whole)
 
     def _encode(self, chat: Chat) -> Trained:
         if chat.texts:
@@ -176,25 +233,23 @@ class ChatTemplate:
         chat = self._as_taken(chat)
         if chat.begin is None:
             return self._encode_messages(chat)
-        only_answers = all(message["role"] == ASSISTANT for message in chat.messages[chat.begin :])
-        template = self.text if only_answers else self._for_training
         prompt = chat.messages[: chat.begin]
-        before = self._ids(chat, prompt, template, prompt=True)
-        if only_answers:
-            ids = self._ids(chat, chat.messages)
-            trained = np.ones(len(ids), bool)
-        else:
-            ids, trained = self._encode_messages(chat)
-        begin = len(before)
-        if only_answers and not np.array_equal(before, ids[:begin]):  # a token holds text of both
-            text = self._text(chat, prompt, add_generation_prompt=True)
-            whole = self._text(chat, chat.messages)
-            _, ends = self._offsets(ids, whole)
-            if whole.startswith(text):
-                before = ids[: np.searchsorted(ends, len(text), side="right")]
-        self._check_prefix(before, ids, "the prompt")
-        trained[: len(before)] = False
-        return ids, trained
+        if all(message["role"] == ASSISTANT for message in chat.messages[chat.begin :]):
+            text = self._text(chat, chat.messages)
+            before = self._text(chat, prompt, add_generation_prompt=True)
+            if text.startswith(before):
+                return self._tokens(text, [(len(before), len(text))])
+        if not self._marks:
+            return self._encode_messages(chat, chat.begin)
+        text = self._text(chat, chat.messages, self._for_training)
+        before = self._text(chat, prompt, self._for_training)
+        if not text.startswith(before):
+            raise ValueError(
+                "the chat template renders the prompt differently alone and before its completion: pass the chat as "
+                "messages, whose every answer is trained"
+            )
+        ids, trained = self._encode_messages(chat)
+        return ids, trained & self._tokens(text, [(len(before), len(text))])[1]
 
     def _encode_texts(self, prompt: str, completion: str) -> Trained:
         """Tokenize as trl: the completion begins at the first token that differs from the prompt's."""
@@ -212,85 +267,43 @@ class ChatTemplate:
         differing = np.flatnonzero(before[:shorter] != ids[:shorter])
         return ids, np.arange(len(ids)) >= (differing[0] if len(differing) else shorter)
 
-    def _encode_messages(self, chat: Chat) -> Trained:
-        if self.marked or self.form:
+    def _encode_messages(self, chat: Chat, first: int = 0) -> Trained:
+        """Tokenize; without markers, the answers from message `first` on are trained."""
+        if self._marks:
             found = self._rendered(
                 chat, chat.messages, self._for_training, return_assistant_tokens_mask=True
             )
             return np.array(found["input_ids"], np.int32), np.array(found["assistant_masks"], bool)
-        ids = self._ids(chat, chat.messages)
-        try:
-            return ids, self._trained_by_prefixes(chat, ids)
-        except ValueError:  # parts of a chat that differ from the whole, or cannot be rendered
-            return ids, self._trained_by_text(chat, ids)
-
-    def _trained_by_prefixes(self, chat: Chat, ids: np.ndarray) -> np.ndarray:
-        trained = np.zeros(len(ids), bool)
-        for number, message in enumerate(chat.messages):
-            if message["role"] == ASSISTANT:
-                before = self._ids(chat, chat.messages[:number], prompt=True)
-                after = self._ids(chat, chat.messages[: number + 1])
-                self._check_prefix(before, ids, f"what is before message {number + 1}")
-                self._check_prefix(after, ids, f"the chat up to message {number + 1}")
-                trained[len(before) : len(after)] = True
-        return trained
-
-    def _trained_by_text(self, chat: Chat, ids: np.ndarray) -> np.ndarray:
-        """Return bool (n,): answers, found in the rendered text if tokens cross their borders.
-
-        As in transformers' assistant mask, an answer's outer tokens may contain adjacent text.
-        """
         text = self._text(chat, chat.messages)
-        begins, ends = self._offsets(ids, text)
+
+        def render(messages: Messages, prompt: bool) -> str:
+            return self._text(chat, messages, add_generation_prompt=prompt)
+
+        return self._tokens(text, Turns(chat.messages, text, render, self._pattern).spans(first))
+
+    def _tokens(self, text: str, spans: Sequence[tuple[int, int]]) -> Trained:
+        """Tokenize a rendered text. Tokens are trained that end in a span, also if they begin before."""
+        found = self._library(
+            text, add_special_tokens=False, return_offsets_mapping=self._library.is_fast
+        )
+        ids = np.array(found["input_ids"], np.int32)
         trained = np.zeros(len(ids), bool)
-        for number, message in enumerate(chat.messages):
-            if message["role"] == ASSISTANT:
-                begin, end = self._answer(chat, number, text)
-                trained |= (ends > begin) & (begins < end)
-        return trained
+        if self._library.is_fast:
+            ends = np.array(found["offset_mapping"]).reshape(-1, 2)[:, 1]
+            for begin, end in spans:
+                trained |= (ends > begin) & (ends <= end)
+            return ids, trained
+        for begin, end in spans:
+            first, last = (self._ids(text[:place]) for place in (begin, end))
+            if not (
+                np.array_equal(first, ids[: len(first)]) and np.array_equal(last, ids[: len(last)])
+            ):
+                raise ValueError(f"a token holds text of two turns: {FORM}")
+            trained[len(first) : len(last)] = True
+        return ids, trained
 
-    def _offsets(self, ids: np.ndarray, text: str) -> tuple[np.ndarray, np.ndarray]:
-        if not self._library.is_fast:
-            raise ValueError(NOT_FOUND.format(what="a turn"))
-        found = self._library(text, add_special_tokens=False, return_offsets_mapping=True)
-        self._check_prefix(np.array(found["input_ids"], np.int32), ids, "its text")
-        places = np.array(found["offset_mapping"]).reshape(-1, 2)
-        return places[:, 0], places[:, 1]
-
-    def _answer(self, chat: Chat, number: int, text: str) -> tuple[int, int]:
-        """Return begin and end for a message in the rendered chat, including the end-of-turn token.
-
-        Compare the renderings before and up to the message. If the template renders earlier turns
-        differently, search around a placeholder.
-        """
-        whole = chat.messages
-        if number:
-            before = self._text(chat, whole[:number], add_generation_prompt=True)
-            after = self._text(chat, whole[: number + 1])
-            if text.startswith(before) and text.startswith(after):
-                return len(before), len(after)
-        marked = [
-            {**message, "content": MARK} if place == number else message
-            for place, message in enumerate(whole)
-        ]
-        head, mark, tail = self._text(chat, marked).partition(MARK)
-        is_around = text.startswith(head) and text.endswith(tail)
-        end_of_turn = self._end_of_turn(tail)
-        if not (mark and is_around and len(head) + len(tail) <= len(text) and end_of_turn):
-            raise ValueError(NOT_FOUND.format(what=f"message {number + 1}"))
-        return len(head), len(text) - len(tail) + end_of_turn
-
-    def _end_of_turn(self, tail: str) -> int:
-        special = map(self._library.convert_ids_to_tokens, sorted(self._special))
-        space = len(tail) - len(tail.lstrip())
-        found = [token for token in special if token and tail.startswith(token, space)]
-        return space + max(map(len, found)) if found else 0
-
-    def _ids(
-        self, chat: Chat, messages: Messages, template: str | None = None, prompt: bool = False
-    ) -> np.ndarray:
-        found = self._rendered(chat, messages, template, add_generation_prompt=prompt)
-        return np.array(found["input_ids"], np.int32)
+    def _ids(self, text: str) -> np.ndarray:
+        return np.array(self._library(text, add_special_tokens=False)["input_ids"], np.int32)
 
     def _text(self, chat: Chat, messages: Messages, template: str | None = None, **how: Any) -> str:
         how |= {"tokenize": False, "return_dict": False}
@@ -316,19 +329,17 @@ class ChatTemplate:
             reason = " ".join(f"{name}{error}".split())
             raise ValueError(f"the chat template cannot render it ({reason[:REASON]})") from None
 
-    @staticmethod
-    def _check_prefix(part: np.ndarray, whole: np.ndarray, what: str) -> None:
-        if not np.array_equal(part, whole[: len(part)]):
-            raise ValueError(NOT_FOUND.format(what=what))
+    def _check_ends(self, ids: np.ndarray, trained: np.ndarray, stops: frozenset[int]) -> None:
+        """Raise ValueError unless every turn ends with an end token: the model would never stop.
 
-    def _check_ends(self, ids: np.ndarray, trained: np.ndarray) -> None:
-        """Raise ValueError unless every turn ends with an end token: the model would never stop."""
-        borders = np.flatnonzero(np.diff(trained, prepend=False, append=False))
-        for start, end in zip(borders[::2], borders[1::2]):
-            if self._last_word(ids[start:end]) not in self._special:
+        stops: tokens that end a plain answer; without any, added tokens are text of the answer.
+        """
+        for turn in _runs(ids, trained):
+            last = self._last_word(turn)
+            if not stops or last not in stops | self._special:
                 raise ValueError(
                     "the chat template does not end a turn of the assistant with a special token that is trained, so "
-                    "that a model would not learn to stop: pass another one as --chat-template FILE"
+                    f"that a model would not learn to stop: {FORM}"
                 )
 
     def _last_word(self, ids: np.ndarray) -> int | None:
@@ -342,8 +353,28 @@ def read_template(path: str | None) -> str | None:
     return None if path is None else read_text(path, "--chat-template", largest=LARGEST_TEMPLATE)
 
 
-def _tool_names(message: JsonObject) -> list[str]:
+def _runs(ids: np.ndarray, trained: np.ndarray) -> Iterator[np.ndarray]:
+    borders = np.flatnonzero(np.diff(trained, prepend=False, append=False))
+    for start, end in zip(borders[::2], borders[1::2]):
+        yield ids[start:end]
+
+
+def _is_blank(message: JsonObject) -> bool:
+    content = message.get("content") or ""
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    return not "".join(texts).strip()
+
+
+def _probe(message: JsonObject, mark: str) -> JsonObject:
+    """Return the message with a mark as each tool's name, or as its thoughts."""
     calls = message.get("tool_calls")
-    functions = [call.get("function", call) for call in calls or [] if isinstance(call, dict)]
-    names = [function.get("name") for function in functions if isinstance(function, dict)]
-    return [name for name in names if isinstance(name, str)]
+    if not calls:
+        return {**message, **{name: mark for name in REASONING if message.get(name)}}
+    named = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict):
+            named.append({**call, "function": {**function, "name": mark}})
+        else:
+            named.append({**call, "name": mark} if isinstance(call, dict) else call)
+    return {**message, "tool_calls": named}

@@ -5,14 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-_END_OF_TURN = (
-    r"(\{\{- '<\|im_end\|>\\n' \}\})(\s*\{%- elif message\.role == \"tool\" %\})",
-    r"\1{%- endgeneration %}\2",
-)
-
 # Templates without markers: the pattern of a part, and its replacement. All parts of a row must be in a template, once each.
 # Qwen3's leaves out the assistant's reasoning in earlier turns, so that no prefix agrees with the whole; the changed template keeps
-# it. Qwen2.5's is changed only for the markers. Source: trl/chat_templates/qwen3_training.jinja and qwen2_5_training.jinja.
+# it. Source: trl/chat_templates/qwen3_training.jinja.
 TRAINING_FORMS: dict[str, tuple[tuple[str, str], ...]] = {
     "Qwen3": (
         (
@@ -20,19 +15,10 @@ TRAINING_FORMS: dict[str, tuple[tuple[str, str], ...]] = {
             r"{{- '<|im_start|>' + message.role + '\\n' }}{%- generation %}"
             r"{{- '<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}",
         ),
-        _END_OF_TURN,
-    ),
-    "Qwen2.5": (
-        (r" or \(message\.role == \"assistant\" and not message\.tool_calls\)", ""),
         (
-            r"\{\{- '<\|im_start\|>' \+ message\.role \}\}\s*\{%- if message\.content %\}",
-            "{{- '<|im_start|>assistant' }}{%- generation %}{%- if message.content or not message.tool_calls %}",
+            r"(\{\{- '<\|im_end\|>\\n' \}\})(\s*\{%- elif message\.role == \"tool\" %\})",
+            r"\1{%- endgeneration %}\2",
         ),
-        (
-            r"\{%- for tool_call in message\.tool_calls %\}",
-            "{%- for tool_call in message.tool_calls or [] %}",
-        ),
-        _END_OF_TURN,
     ),
 }
 
