@@ -125,6 +125,7 @@ def values_of(options: argparse.Namespace, seed: int) -> dict[str, Any]:
         **MODEL,
         "num_layers": options.num_layers,
         "vocab_size": options.vocab_size,
+        "mask_vocab_padding": "no",  # as in `exact_gradients`
         "data_path": (options.data_path,),
         "micro_batch_size": options.global_batch_size,
         "global_batch_size": options.global_batch_size,

@@ -194,6 +194,7 @@ def run_values(options: argparse.Namespace) -> dict[str, Any]:
         }
     return {
         "vocab_size": shapes.vocabulary(options.recipe),
+        "mask_vocab_padding": "no",  # as the baselines
         **sizes,
         **adapters,
         "lora_base_format": options.lora_base_format,

@@ -112,10 +112,9 @@ def _resumed(plan: Plan, world: Comm) -> Start:
 def _foreign(run: RunConfig, directory: str, ckpt_step: int | None, world: Comm) -> Start:
     with everywhere():
         weights = _open_foreign(run, directory, ckpt_step)
-    config = {"model": {"mask_vocab_padding": weights.model.mask_vocab_padding}}
     if run.lora.on:
-        return Start(run, Resume(config=config, base=_foreign_model(directory, weights)))
-    return Start(run, Resume(config=config), weights, weights.carried)
+        return Start(run, Resume(base=_foreign_model(directory, weights)))
+    return Start(run, Resume(), weights, weights.carried)
 
 
 def _open_base(
@@ -129,9 +128,10 @@ def _open_base(
 
 
 def _open_foreign(run: RunConfig, directory: str, iteration: int | None) -> Weights:
-    weights = open_weights(directory, iteration, run.model.vocab_size)
+    ignored = run.output.ignore_saved_arguments or ()
+    weights = open_weights(directory, iteration, run.model.vocab_size, ignored=ignored)
     saved = architecture(weights.model)
-    check_model(saved, architecture(run.model, saved), Path(directory))
+    check_model(saved, architecture(run.model, saved, begins=True), Path(directory))
     return weights
 
 

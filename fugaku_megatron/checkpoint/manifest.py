@@ -44,6 +44,7 @@ UNSIGNED_VERSION = 1  # without a checksum of the manifest; still read
 _REMEDY = "restore the file from a copy, or choose another iteration by --ckpt-step"
 _ITERATION_NAME = re.compile(r"(?:[0-9a-f]{8}\.(?=.*\.tmp))?iter_(\d{7,})(\.tmp|\.old)?")
 _TRACKER_DIGITS = 18
+RELEASE = "release"  # directory of weights alone, which its converters write
 TORCH_DIST = ".metadata"  # of Megatron-LM's checkpoints in the format torch_dist
 TORCH_DIST_COMMON = "common.pt"
 MEGATRON_LEGACY = "mp_rank_*"  # of its legacy checkpoints
@@ -67,7 +68,7 @@ def latest_iteration(directory: Directory) -> int | None:
         with open(tracker, encoding="utf-8", errors="replace") as file:
             line = file.read(100)
         text = line.strip()
-        if text == "release":
+        if text == RELEASE:
             _refuse_megatron(Path(directory) / text)
         if not text.isdecimal() or len(text) > _TRACKER_DIGITS:
             raise ValueError(
@@ -138,6 +139,16 @@ def torch_dist_iteration(directory: Directory, iteration: int | None) -> int | N
     if found is None or not (iteration_path(path, found) / TORCH_DIST).is_file():
         return None
     return found
+
+
+def release_path(directory: Directory) -> Path | None:
+    """Return the weights that Megatron-LM's converters wrote in the format torch_dist, None if they are not the latest."""
+    path = Path(directory) / RELEASE
+    tracker = Path(directory) / TRACKER
+    if not tracker.is_file() or not (path / TORCH_DIST).is_file():
+        return None
+    with open(tracker, encoding="utf-8", errors="replace") as file:
+        return path if file.read(100).strip() == RELEASE else None
 
 
 def list_iterations(directory: Directory, after: int = -1) -> list[int]:

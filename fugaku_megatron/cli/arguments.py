@@ -312,7 +312,7 @@ def _mistakes(values: Mapping[str, Any], others: bool) -> Iterator[str]:
             continue
         name = dest.removeprefix(_OTHER)
         other = OTHER_FLAGS[name]
-        if other.refuses(words if isinstance(words, list) else ()):
+        if other.refuses(words if isinstance(words, list) else (), values):
             found = True
             shown = f"{name} {' '.join(words)}" if other.accepted else name
             yield f"{shown:.200}: {other.meaning}"

@@ -5,9 +5,11 @@ Megatron-LM's scripts start unchanged, unless a flag would change the model or b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from .fields import flag
 
 TABLE = Path(__file__).with_name("megatron_flags.txt")
 SAVED = "saved"  # status of saved arguments that are not flags
@@ -21,6 +23,7 @@ class OtherFlag:
     accepted: values that are accepted although the flag is refused
     changes_model: True if a checkpoint saved with the flag is another model than its weights
         suggest
+    unless: field that has precedence over the flag; if it is set, the flag is accepted
     """
 
     values: int | str
@@ -28,15 +31,19 @@ class OtherFlag:
     meaning: str
     accepted: tuple[str, ...] = ()
     changes_model: bool = False
+    unless: str = ""
 
-    def refuses(self, given: Sequence[str]) -> bool:
-        if not self.refused:
+    def refuses(self, given: Sequence[str], fields: Mapping[str, object] | None = None) -> bool:
+        """Return True for a refused value. fields: others on the command line"""
+        if not self.refused or (fields or {}).get(self.unless):
             return False
         accepted = [any(_same(value, other) for other in self.accepted) for value in given]
         return not (accepted and all(accepted))
 
     @property
     def note(self) -> str:
+        if self.unless:
+            return f"{flag(self.unless)} has precedence"
         return "the value passed is what this program does" if self.refused else self.meaning
 
 
@@ -72,8 +79,9 @@ def _rows() -> Iterator[tuple[str, OtherFlag]]:
                 values = "+" if value.endswith("...") else 1
                 if not value.startswith("X"):
                     accepted = tuple(value.removesuffix("...").split("|"))
-            refused = status in ("refused", "model")
-            yield name, OtherFlag(values, refused, meaning, accepted, status == "model")
+            kind, _, unless = status.partition(" unless ")
+            refused = kind in ("refused", "model")
+            yield name, OtherFlag(values, refused, meaning, accepted, kind == "model", unless)
 
 
 OTHER_FLAGS: dict[str, OtherFlag] = dict(_rows())

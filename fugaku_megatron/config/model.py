@@ -208,8 +208,8 @@ class ModelConfig(ExpertFields, DeltaNetFields):
     )
     mask_vocab_padding: str = option(
         UNRESOLVED,
-        "exclude padding rows of the vocabulary from the softmax, which Megatron-LM includes; "
-        "auto: as in the checkpoint, yes for converted weights, no from scratch",
+        "exclude padding rows of the vocabulary from the softmax, which Megatron-LM includes: losses then do not depend on "
+        "their number; auto: yes, and a resumed run that includes them still does while their number is the same",
         choices=(UNRESOLVED, MASKED, COUNTED),
     )
     init_method_std: float = option(0.02, "standard deviation of the initial weights")
@@ -765,8 +765,8 @@ class ModelConfig(ExpertFields, DeltaNetFields):
 
     @cached_property
     def masks_padding(self) -> bool:
-        """True if the softmax excludes vocabulary padding; `run.resume` resolves "auto"."""
-        return self.mask_vocab_padding == MASKED
+        """True if the softmax excludes vocabulary padding."""
+        return self.mask_vocab_padding != COUNTED
 
     @cached_property
     def tied(self) -> bool:
@@ -882,17 +882,42 @@ ARCHITECTURE = (
 )
 
 
-def architecture(model: ModelConfig, saved: FieldValues | None = None) -> FieldValues:
+# Fields that spell the kind of each layer, in several ways.
+LAYERS = (
+    "layer_types",
+    "moe_layer_freq",
+    "experimental_attention_variant",
+    "linear_attention_freq",
+    "window_attn_skip_freq",
+    "no_rope_freq",
+)
+
+
+def architecture(
+    model: ModelConfig, saved: FieldValues | None = None, begins: bool = False
+) -> FieldValues:
     """Return the fields in ARCHITECTURE; the sequence length only if it is a weight's shape.
 
-    saved: model of the weights to start from; omit the fields in ANGLES, which the run may change
+    saved: model of the weights to load; its spelling is used if the layers are the same
+    begins: a run starts from the weights; omit the fields in ANGLES, which the run may change
     """
     free: tuple[str, ...] = ()
-    if saved and model.rotary and saved.get("position_embedding_type") in (ROPE, YARN):
+    if saved and begins and model.rotary and saved.get("position_embedding_type") in (ROPE, YARN):
         free = ANGLES
     if not model.learned_positions:
         free = (*free, "max_position_embeddings")
+    model = _spelled(model, saved or {})
     return {name: getattr(model, name) for name in ARCHITECTURE if name not in free}
+
+
+def _spelled(model: ModelConfig, saved: FieldValues) -> ModelConfig:
+    """Return the model with the saved fields for its layers if they describe the same layers."""
+    texts = {name: saved[name] for name in LAYERS if name in saved}
+    try:
+        other = replace(model, **texts)
+        return other if other.layer_kinds == model.layer_kinds else model
+    except ValueError:  # of another number of layers
+        return model
 
 
 def with_block(saved: FieldValues) -> FieldValues:

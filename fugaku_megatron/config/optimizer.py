@@ -133,8 +133,10 @@ class OptimizerConfig:
         "shape of the decay at the end of --lr-decay-style WSD",
         choices=RowNames(SHAPES, flag=WSD),
     )
-    lr_wsd_decay_iters: int | None = optional("iterations of that decay")
-    lr_wsd_decay_samples: int | None = optional("samples of that decay", maximum=2**40)
+    lr_wsd_decay_iters: int | None = optional("iterations of that decay", range=NOT_NEGATIVE)
+    lr_wsd_decay_samples: int | None = optional(
+        "samples of that decay", maximum=2**40, range=NOT_NEGATIVE
+    )
     weight_decay: float = option(
         0.01, "decoupled weight decay, on matrices only", range=NOT_NEGATIVE
     )
@@ -224,8 +226,8 @@ class OptimizerConfig:
         )
         check(
             not SHAPES[self.lr_decay_style].final_decay
-            or self.lr_wsd_decay_iters
-            or self.lr_wsd_decay_samples,
+            or self.lr_wsd_decay_iters is not None
+            or self.lr_wsd_decay_samples is not None,
             f"--lr-decay-style {self.lr_decay_style} needs --lr-wsd-decay-iters or "
             "--lr-wsd-decay-samples, the length of its decay: pass one",
         )

@@ -41,6 +41,9 @@ class OutputConfig:
     use_checkpoint_args: bool = switch(
         "use the model of the checkpoint in --load instead of this command line's"
     )
+    ignore_saved_arguments: tuple[str, ...] | None = optional(
+        "arguments in a checkpoint of a fork of Megatron-LM that do not change the model"
+    )
     ckpt_step: int | None = optional("load this iteration instead of the latest")
     save_interval: int | None = optional(
         "iterations between checkpoints (default: only at the end)",

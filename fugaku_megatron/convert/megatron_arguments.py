@@ -116,17 +116,16 @@ def check_saved(given: Mapping[str, Any], ignored: Collection[str] = ()) -> None
             is_off(given.get(name)),
             f"{name} is {given.get(name)!r:.60}: this variant of experts is not supported",
         )
+    fields = {"hybrid_layer_pattern": pattern_of(given)}
     unknown = []
     for name, value in given.items():
         row = OTHER_FLAGS.get(flag(name))
         zero = row is not None and isinstance(value, int | float) and value == 0
         if name in READ or name in ignored or is_off(value) or zero:
             continue
-        if name == "is_hybrid_model" and pattern_of(given):
-            continue
         values = [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
         check(
-            row is None or not row.changes_model or not row.refuses(values),
+            row is None or not row.changes_model or not row.refuses(values, fields),
             f"{name} is {value!r:.60}: {row.meaning if row else ''}",
         )
         if row is None and name not in _harmless_arguments():
@@ -134,7 +133,7 @@ def check_saved(given: Mapping[str, Any], ignored: Collection[str] = ()) -> None
     check(
         not unknown,
         f"the saved arguments {', '.join(unknown[:8])} are unknown, and may change the model: "
-        "pass those that do not with --ignore-saved-arguments",
+        "pass those that do not with --ignore-saved-arguments, to train or to convert",
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checkpoint.manifest import TORCH_DIST_COMMON, TRACKER, write_text
+from ..checkpoint.manifest import RELEASE, TORCH_DIST_COMMON, TRACKER, write_text
 from ..config.fields import check
 from ..config.hybrid import parse_pattern
 from ..config.layer_kinds import MIXERS, LayerKind
@@ -53,7 +53,6 @@ from .weights import (
     without_layer,
 )
 
-RELEASE = "release"
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _HYBRID_LAYER = re.compile(r"(?<=decoder\.layers\.)(\d+)(?=\.)")
 # Linear layers with extra state, of a layer with an MLP and with experts; Transformer Engine's have more.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.load import Checkpoint, Foreign
-from ..checkpoint.manifest import iteration_path
 from ..config.fields import check, check_type
 from ..config.model import COUNTED
 from ..config.optimizer import OptimizerConfig
@@ -57,21 +56,23 @@ _COPIES = {
 
 
 def open_run(
-    directory: Path,
+    path: Path,
     iteration: int,
     vocab_size: int | None,
     *,
+    ignored: Collection[str] = (),
     weights_only: bool = False,
     with_optimizer: bool = True,
 ) -> Checkpoint:
     """Open an iteration as a checkpoint to resume from, or raise ValueError.
 
+    path: of the iteration
     vocab_size: number of tokens
+    ignored: saved arguments that do not change the model
     weights_only: read no state, for a run that begins
     with_optimizer: require moments, too
     """
-    path = iteration_path(directory, iteration)
-    reader, common = dist_reader(path, vocab_size)
+    reader, common = dist_reader(path, vocab_size, ignored)
     given = common["args"]
     moments = {
         (match[1], match[2]): key
@@ -107,7 +108,7 @@ def open_run(
         "notes": notes,
     }
     names = tensors.names()
-    return Checkpoint(directory, path, iteration, head, foreign=Foreign(names, tensors))
+    return Checkpoint(path.parent, path, iteration, head, foreign=Foreign(names, tensors))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from ..checkpoint.manifest import (
     MEGATRON_FILES,
     MEGATRON_LEGACY,
+    RELEASE,
     TORCH_DIST,
     TRACKER,
     iteration_name,
@@ -65,10 +66,10 @@ def _iteration(directory: Path, iteration: int | None) -> Path:
     )
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
     check(
-        text == "release" or text.isdecimal(),
+        text == RELEASE or text.isdecimal(),
         f"{tracker} should hold an iteration or release, it holds {text!r:.40}",
     )
-    return directory / (text if text == "release" else iteration_name(int(text)))
+    return directory / (text if text == RELEASE else iteration_name(int(text)))
 
 
 def open_weights(
@@ -76,6 +77,7 @@ def open_weights(
     iteration: int | None = None,
     vocab_size: int | None = None,
     base: str | None = None,
+    ignored: Collection[str] = (),
 ) -> Weights:
     """Open weights in any supported format; arguments as `open_megatron` and `open_own`.
 
@@ -99,6 +101,6 @@ def open_weights(
             f"{directory} holds no checkpoint of this program or of Megatron-LM "
             f"({TRACKER} is not there) and no model of Hugging Face ({FILE} is not there)",
         )
-        return open_megatron(directory, iteration, vocab_size)
+        return open_megatron(directory, iteration, vocab_size, ignored)
     except ValueError as error:
         raise ValueError(re.sub("^--(load|from-hf|from-megatron) ", "", str(error))) from error

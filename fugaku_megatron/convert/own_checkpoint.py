@@ -91,7 +91,8 @@ def open_own(
         if adapts is not None:
             lora = _reader(path, manifest, adapter_shapes(model, run.lora))
             weights = _open_base(adapts, base, open_base or open_own)
-            check_model(asdict(weights.model), architecture(model), Path(base or adapts["base"]))
+            saved = asdict(weights.model)
+            check_model(saved, architecture(model, saved), Path(base or adapts["base"]))
             adapters = Adapters(run.lora, weights.model, lambda name: lora(name).float(), adapts)
             return adapters.added_to(replace(weights, config=manifest["config"]))
         check(base is None, f"holds a whole model: leave {BASE_FLAG} {base} out")

@@ -29,3 +29,16 @@ def padded_vocab_size(model: ModelConfig, tp: int) -> int:
 
 def vocabulary_rows(run: RunConfig) -> int:
     return padded_vocab_size(run.model, run.tp) // run.tp
+
+
+def vocabulary_padding(run: RunConfig) -> int:
+    """Return the rows of the padded vocabulary that are no tokens."""
+    rows = padded_vocab_size(run.model, run.tp)
+    return rows - (run.model.vocab_size or rows)
+
+
+def vocabulary_text(run: RunConfig) -> str:
+    text = f"padded vocabulary {padded_vocab_size(run.model, run.tp)}"
+    if vocabulary_padding(run) and not run.model.masks_padding:
+        text += ", padding counted in the loss"
+    return text

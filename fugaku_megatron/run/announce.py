@@ -12,7 +12,7 @@ from ..costs.activations import sequence_shards
 from ..costs.buckets import adapter_parameters
 from ..costs.parameters import model_parameters
 from ..costs.run_schedule import recompute_name
-from ..costs.vocabulary import padded_vocab_size
+from ..costs.vocabulary import vocabulary_text
 from ..data.chat.chat_dataset import lost_lines, packing_lines
 from ..host.machine import fma_peak_gflops
 from ..observe.run_log import format_run
@@ -88,11 +88,8 @@ def skip_line(run: RunConfig, train: Any) -> str | None:
 
 def announce(notes: Iterable[str], plan: Plan, machine: str, nodes: int) -> list[str]:
     run = plan.config
-    rows = padded_vocab_size(run.model, plan.layout.tp)
     notes = (*notes, *plan.param_schedule.notes(run.training))
-    parameters = f"parameters {model_parameters(run):,}, padded vocabulary {rows}"
-    if run.model.masks_padding:
-        parameters += ", padding masked in the loss"
+    parameters = f"parameters {model_parameters(run):,}, {vocabulary_text(run)}"
     if run.lora.on:
         alone = replace(run, parallel=ParallelConfig())
         trained = sum(adapter_parameters(alone))

@@ -11,7 +11,9 @@ from ..checkpoint.load import Checkpoint, open_checkpoint
 from ..checkpoint.manifest import (
     MANIFEST,
     TRACKER,
+    iteration_path,
     latest_iteration,
+    release_path,
     torch_dist_iteration,
 )
 from ..checkpoint.node_copy import newest_everywhere, open_copy, run_name
@@ -22,6 +24,7 @@ from ..config.fields import check, flag
 from ..config.lora import MATRICES, LoraConfig
 from ..config.model import COUNTED, MASKED, UNRESOLVED, ModelConfig
 from ..config.run_config import RunConfig
+from ..costs.vocabulary import padded_vocab_size
 from ..data.dataset import DataOrder
 from ..observe.history import HISTORY
 from ..text.foreign_models import hub_note, is_hugging_face, no_checkpoint
@@ -31,6 +34,9 @@ from .loop import LOSS_CURVE
 from .plan import Plan
 
 OpenBase = Callable[[str, Comm, int | None], Checkpoint | ForeignModel]
+
+# Fields that decide the rows of a padded vocabulary, next to the layout.
+PADDING = ("make_vocab_size_divisible_by", "padded_vocab_size")
 
 # Files of a run that ended before its first checkpoint.
 OWN_FILES = (HISTORY, LOSS_CURVE, TRACKER, FAULT)
@@ -271,23 +277,30 @@ def resumed_plan(plan: Plan, resume: Resume) -> Plan:
 
 
 def with_padding(run: RunConfig, resume: Resume) -> RunConfig:
-    """Resolve `--mask-vocab-padding auto` to the checkpoint's value."""
-    if run.model.mask_vocab_padding != UNRESOLVED:
+    """Resolve `--mask-vocab-padding auto`: a resumed run counts padding as before while its rows are the same."""
+    model = run.model
+    if model.mask_vocab_padding != UNRESOLVED:
         return run
-    return replace(run, model=replace(run.model, mask_vocab_padding=saved_padding(resume)))
+    mask = MASKED
+    if resume.iteration is not None and counts_padding(resume.config):
+        assert resume.checkpoint is not None
+        if saved_rows(model, resume.checkpoint) == padded_vocab_size(model, run.tp):
+            mask = COUNTED
+    return replace(run, model=replace(model, mask_vocab_padding=mask))
 
 
-def saved_padding(resume: Resume) -> str:
-    """Return the checkpoint's --mask-vocab-padding.
+def counts_padding(config: JsonObject) -> bool:
+    """Return True if padding counted in the loss of a saved run, as always before --mask-vocab-padding."""
+    saved = config.get("model", {}).get("mask_vocab_padding", COUNTED)
+    return bool(saved == COUNTED)
 
-    Versions before the flag never masked padding; other programs do.
-    """
-    saved = resume.config.get("model", {}).get("mask_vocab_padding")
-    if saved in (MASKED, COUNTED):
-        return str(saved)
-    if resume.checkpoint is not None and resume.checkpoint.state.get("weights_only"):
-        return MASKED
-    return COUNTED
+
+def saved_rows(model: ModelConfig, checkpoint: Checkpoint) -> int:
+    """Return the padded vocabulary of the saved run."""
+    saved = checkpoint.config["model"]
+    padding = {name: saved[name] for name in PADDING if name in saved}
+    tp = checkpoint.head["layout"]["tensor_model_parallel_size"]
+    return padded_vocab_size(replace(model, **padding), tp)
 
 
 def _finetune(checkpoint: Checkpoint, base: Checkpoint | ForeignModel | None = None) -> Resume:
@@ -302,6 +315,8 @@ def _resumed(plan: Plan, directory: str, world: Comm) -> Checkpoint | None:
         return _megatron_run(plan.config, directory, world, step) or open_checkpoint(
             directory, world, step
         )
+    if output.finetune and on_root(world, lambda: release_path(directory)):
+        return _megatron_run(plan.config, directory, world, None)
     iteration = on_root(world, lambda: _latest(directory, output.save))
     local = output.save_local
     if local:
@@ -315,19 +330,30 @@ def _resumed(plan: Plan, directory: str, world: Comm) -> Checkpoint | None:
     return foreign or open_checkpoint(directory, world)
 
 
-def _megatron_run(run: RunConfig, directory: str, world: Comm, iteration: int) -> Checkpoint | None:
-    """Open a Megatron-LM run in the format torch_dist, None for another checkpoint. Collective."""
+def _megatron_run(
+    run: RunConfig, directory: str, world: Comm, iteration: int | None
+) -> Checkpoint | None:
+    """Open a Megatron-LM run in the format torch_dist, None for another checkpoint. Collective.
+
+    iteration: None: weights that a converter released
+    """
 
     def read() -> Checkpoint | None:
-        if torch_dist_iteration(directory, iteration) is None:
+        path = release_path(directory)
+        if iteration is not None:
+            path = None
+            if torch_dist_iteration(directory, iteration) is not None:
+                path = iteration_path(Path(directory), iteration)
+        if path is None:
             return None
         # with torch.distributed, which takes a second to load
         from ..convert.megatron_training import open_run
 
         return open_run(
-            Path(directory),
-            iteration,
+            path,
+            iteration or 0,
             run.model.vocab_size,
+            ignored=run.output.ignore_saved_arguments or (),
             weights_only=run.output.finetune,
             with_optimizer=not run.optimizer.no_load_optim,
         )

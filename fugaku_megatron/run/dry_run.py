@@ -20,7 +20,7 @@ from ..costs.memory import Memory, frozen_bytes
 from ..costs.parameters import active_parameters, model_parameters, stage_parameters
 from ..costs.run_schedule import recomputed_layers
 from ..costs.stages import stage_layers
-from ..costs.vocabulary import padded_vocab_size
+from ..costs.vocabulary import vocabulary_text
 from ..data.chat.chat_dataset import lost_lines, packing_lines
 from ..host.placement import map_ranks, rank_line
 from ..host.placement_problems import problems
@@ -270,7 +270,7 @@ def _parameters_line(plan: Plan) -> str:
     text = f"parameters {model_parameters(run) / 1e6:.1f} M, "
     if run.model.num_experts:
         text += f"of which a token meets {active_parameters(run) / 1e6:.1f} M, "
-    return text + f"padded vocabulary {padded_vocab_size(run.model, plan.layout.tp)}"
+    return text + vocabulary_text(run)
 
 
 def _schedule_lines(plan: Plan) -> list[str]:

@@ -12,20 +12,19 @@ from ..comm.agreement import on_root
 from ..comm.base import Comm
 from ..data.unchanged import other_files
 from ..training.trainer import Trainer
-from .checkpoint_source import Resume, saved_padding
+from .checkpoint_source import Resume
 from .resume_notes import (
     angle_note,
     copies_note,
     differences,
     layout_notes,
     machine_fault_note,
-    mask_note,
+    mask_notes,
     moment_notes,
     order_note,
     schedule_note,
     skip_notes,
     tracker_note,
-    vocabulary_note,
 )
 
 
@@ -93,7 +92,6 @@ def carry_files(
 
 def _start_from_weights(trainer: Trainer, checkpoint: Checkpoint, resume: Resume) -> list[str]:
     """Load the weights; return the log's lines. Collective."""
-    notes = mask_note(trainer.run, saved_padding(resume))
     if checkpoint is not resume.base:
         trainer.load(checkpoint, weights_only=True)
     _carry(trainer, checkpoint)
@@ -101,8 +99,7 @@ def _start_from_weights(trainer: Trainer, checkpoint: Checkpoint, resume: Resume
     what = "new adapters of" if checkpoint is resume.base else "starting from the weights of"
     return [
         f"{what} {source}: iteration 0, a fresh optimizer, data from the start",
-        *notes,
+        *mask_notes(trainer.run, checkpoint),
         *angle_note(trainer.run, checkpoint.config["model"]),
         *tracker_note(trainer, checkpoint),
-        *vocabulary_note(trainer, checkpoint.head["layout"], checkpoint.config),
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from ..checkpoint.load import Checkpoint
@@ -13,15 +12,15 @@ from ..comm.agreement import on_root
 from ..config.data import MARKING
 from ..config.experts import BALANCE, CAPACITY
 from ..config.fields import flag
-from ..config.model import ANGLES, UNRESOLVED
+from ..config.model import ANGLES, COUNTED, MASKED
 from ..config.optimizer import MUON_FLAGS
 from ..config.param_schedule import ParamSchedule
 from ..config.run_config import RunConfig
 from ..config.sample_rules import MAX_SAMPLE, Skips
-from ..costs.vocabulary import padded_vocab_size
+from ..costs.vocabulary import padded_vocab_size, vocabulary_padding
 from ..text.named_files import JsonObject
 from ..training.trainer import Trainer, layout_record
-from .checkpoint_source import Resume
+from .checkpoint_source import Resume, counts_padding, saved_rows
 
 
 def copies_note(trainer: Trainer) -> list[str]:
@@ -251,14 +250,19 @@ def differences(
     return phrases
 
 
-def mask_note(run: RunConfig, before: str) -> list[str]:
-    """Return a line if a run from saved weights masks other rows of the softmax."""
-    now = run.model.mask_vocab_padding
-    if now in (before, UNRESOLVED):
-        return []
+def mask_notes(run: RunConfig, checkpoint: Checkpoint) -> list[str]:
+    """Return the lines about the softmax of a run that starts from saved weights."""
+    masks = run.model.masks_padding
+    notes = [] if masks else padding_note(run, checkpoint)
+    masked = not counts_padding(checkpoint.config)
+    converted = checkpoint.state.get("weights_only")  # without padding rows
+    if masks == masked or converted or not vocabulary_padding(run):
+        return notes
+    words = {True: MASKED, False: COUNTED}
     return [
-        f"note: --mask-vocab-padding is {now}, and the weights were trained with {before}: the loss starts at another value; leave "
-        f"the flag out to keep {before}"
+        *notes,
+        f"note: --mask-vocab-padding is {words[masks]}, and was {words[masked]} in the run that saved the weights: the loss starts "
+        f"at another value; pass {words[masked]} to keep its sums",
     ]
 
 
@@ -293,7 +297,7 @@ def layout_notes(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
     return [
         *notes,
         *_batch_note(trainer, saved, checkpoint.config),
-        *vocabulary_note(trainer, saved, checkpoint.config),
+        *padding_note(trainer.run, checkpoint),
     ]
 
 
@@ -313,21 +317,27 @@ def _batch_note(trainer: Trainer, saved: JsonObject, config: JsonObject) -> list
     ]
 
 
-def vocabulary_note(trainer: Trainer, saved: JsonObject, config: JsonObject) -> list[str]:
-    """Return a line if the padded vocabulary changed: unmasked padding counts in the loss, as in Megatron-LM."""
-    model = trainer.run.model
-    tp = trainer.layout.tp
-    multiple = config["model"]["make_vocab_size_divisible_by"]
-    rows = padded_vocab_size(
-        replace(model, make_vocab_size_divisible_by=multiple), saved["tensor_model_parallel_size"]
-    )
-    own = padded_vocab_size(model, tp)
-    if own == rows or model.masks_padding:
+def padding_note(run: RunConfig, checkpoint: Checkpoint) -> list[str]:
+    """Return a line if padding rows count in the loss of a run or of the one that it resumes."""
+    rows = saved_rows(run.model, checkpoint)
+    own = padded_vocab_size(run.model, run.tp)
+    counted = counts_padding(checkpoint.config)
+    counts = not run.model.masks_padding
+    if own == rows:
+        padding = vocabulary_padding(run)
+        if not (counts and counted and padding):
+            return []
+        return [
+            f"note: the {padding} padding rows of the vocabulary count in the loss, as in the saved run; --mask-vocab-padding yes "
+            "excludes them"
+        ]
+    if not (counts or counted):
         return []
+    change = "count" if counts else "no longer count"
     line = (
-        f"note: the padded vocabulary has {own} rows, had {rows}, and those "
-        f"beyond the {model.vocab_size} tokens count in the loss"
+        f"note: the padded vocabulary has {own} rows, had {rows}, and those beyond the {run.model.vocab_size} tokens {change} in "
+        "the loss"
     )
-    if rows % tp == 0:
-        line += f"; pass --make-vocab-size-divisible-by {rows // tp} to keep {rows}"
+    if rows % run.tp == 0:
+        line += f"; pass --make-vocab-size-divisible-by {rows // run.tp} to keep {rows}"
     return [line]

@@ -97,6 +97,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 DROPOUT = ("attention_dropout", "hidden_dropout")  # which Megatron-LM takes with the architecture
+LENGTH = "seq_length"  # which the command line may change
 
 
 def with_checkpoint_model(values: FieldValues) -> FieldValues:
@@ -118,7 +119,9 @@ def with_checkpoint_model(values: FieldValues) -> FieldValues:
             return dict(values)
         saved = with_block(read_head(load, iteration)["config"].get("model", {}))
     kept = {name: value for name, value in with_layers(values).items() if name not in ARCHITECTURE}
-    names = (name for name in (*ARCHITECTURE, *DROPOUT) if saved.get(name) is not None)
+    names = [name for name in (*ARCHITECTURE, *DROPOUT) if saved.get(name) is not None]
+    if values.get(LENGTH) is None:
+        names.append(LENGTH)
     return kept | {name: saved[name] for name in names}
 
 
@@ -128,7 +131,8 @@ def _megatron_model(load: str, step: int | None, values: FieldValues) -> FieldVa
 
     vocab_size = values.get("vocab_size")
     source = "--use-checkpoint-args --load"
-    saved = asdict(open_megatron(load, step, vocab_size, source=source).model)
+    ignored = values.get("ignore_saved_arguments") or ()
+    saved = asdict(open_megatron(load, step, vocab_size, ignored, source).model)
     if vocab_size is None and any(values.get(name) for name in ("vocab_file", "tokenizer_model")):
         del saved["vocab_size"]
     return saved

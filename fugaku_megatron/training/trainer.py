@@ -540,7 +540,7 @@ class Trainer:
         """
         checkpoint = open_checkpoint(source, self.world) if isinstance(source, str) else source
         saved = checkpoint.config["model"] = with_block(checkpoint.config.get("model", {}))
-        model = architecture(self.run.model, saved if weights_only else None)
+        model = architecture(self.run.model, saved, begins=weights_only)
         wanted = self.run.optimizer
         state = checkpoint.state
         # New rows of the vocabulary begin as those of a new run.
@@ -585,7 +585,7 @@ class Trainer:
                 agree(self.world, lambda: fill_shards(shards, foreign.names, foreign.read))
         else:
             base.config["model"] = with_block(base.config.get("model", {}))
-            model = architecture(self.run.model)
+            model = architecture(self.run.model, base.config["model"])
             checkpoint = base
 
             def fill(shards: list[Shard]) -> None:

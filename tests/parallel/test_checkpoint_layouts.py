@@ -171,7 +171,9 @@ def test_the_log_says_what_follows_the_layout(saved, tmp_path):
         "note: saved with TP 2 x PP 2 x DP 2 x ZeRO shards 2, continues with TP 4 x PP 1 x DP 1 x "
         "ZeRO shards 1"
     ]
-    (_, note) = notes("tp4 sequence", saved[0], make_vocab_size_divisible_by=32)
+    longer = {"make_vocab_size_divisible_by": 32}
+    assert len(notes("tp4 sequence", saved[0], **longer)) == 1, "masked padding changes nothing"
+    (_, _, note) = notes("tp4 sequence", saved[0], **longer, mask_vocab_padding="no")
     assert note == (
         "note: the padded vocabulary has 128 rows, had 96, and those beyond the 96 tokens count in the loss; pass "
         "--make-vocab-size-divisible-by 24 to keep 96"

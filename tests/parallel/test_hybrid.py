@@ -1,6 +1,7 @@
 """--hybrid-layer-pattern: the layers of Megatron-LM's HybridModel, spelled as a GPT's."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from fugaku_megatron.api.config import Config
 from fugaku_megatron.cli import program
 from fugaku_megatron.cli.arguments import make_run, model_flags, parse
+from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.hybrid import parse_pattern
 from fugaku_megatron.config.pipeline_layout import parse_layout
 from fugaku_megatron.costs.stages import virtual_stage_sizes
@@ -79,6 +81,42 @@ def test_losses_are_those_of_the_gpt_to_the_bit(pattern):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize("pattern", ["G-*-", "*E*-*E", "*E*E", "*-*-"])
+def test_a_checkpoint_of_the_gpt_loads_in_either_spelling(pattern, tmp_path):
+    hybrid, gpt = EXAMPLES[pattern]
+    plain = parse([*BASE, *gpt.split()]).run
+    trainer = make_trainer(SoloComm(), plain)
+    trainer.save(str(tmp_path / "gpt"))
+    trainer.close()
+    run = parse([*BASE, "--hybrid-layer-pattern", pattern, *hybrid.split()]).run
+    other = make_trainer(SoloComm(), run)
+    other.load(str(tmp_path / "gpt"), weights_only=True)
+    other.save(str(tmp_path / "hybrid"))
+    other.close()
+    again = make_trainer(SoloComm(), plain)
+    again.load(str(tmp_path / "hybrid"))
+    again.close()
+    found, expected = whole_tensors(again, "weight"), whole_tensors(trainer, "weight")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words", "named"),
+    [
+        ("*-G-", SIZES, "--linear-attention-freq [1,0] (this run: [0,1])"),
+        ("G-*-G-", SIZES, "--num-layers 2 (this run: 3)"),
+    ],
+)
+def test_a_pattern_of_other_layers_is_refused(pattern, words, named, tmp_path):
+    trainer = make_trainer(SoloComm(), parse([*BASE, *EXAMPLES["G-*-"][1].split()]).run)
+    trainer.save(str(tmp_path))
+    trainer.close()
+    other = parse([*BASE, "--hybrid-layer-pattern", pattern, *words.split()]).run
+    with pytest.raises(ValueError, match=re.escape(named)):
+        make_trainer(SoloComm(), other).load(str(tmp_path), weights_only=True)
+
+
 def test_segments_are_the_layers_of_virtual_stages():
     for pattern, sizes in {"*-|*-*-|*-*-*-|*-": (1, 2, 3, 1), "*-|*-*-": (1, 2)}.items():
         run = parse(
@@ -120,6 +158,17 @@ def test_a_wrong_pattern_is_refused_with_the_position(pattern, reason):
     assert refusal(pattern).startswith(f"--hybrid-layer-pattern '{pattern}': {reason}")
 
 
+def test_flags_over_which_the_pattern_has_precedence_are_accepted_beside_it():
+    words = "--is-hybrid-model --hybrid-attention-ratio 0.5 --hybrid-mlp-ratio 0.5".split()
+    arguments = parse([*BASE, "--hybrid-override-pattern", "*-", *words])
+    assert arguments.run == parse([*BASE, "--num-layers", "1"]).run
+    assert arguments.notes == tuple(
+        f"{name}: --hybrid-layer-pattern has precedence" for name in words if name.startswith("-")
+    )
+    with pytest.raises(ValueError, match="--is-hybrid-model: pass --hybrid-layer-pattern, which"):
+        parse([*BASE, "--num-layers", "1", "--is-hybrid-model"])
+
+
 def test_flags_that_contradict_a_pattern_are_refused():
     assert "has E, a layer with experts: pass --num-experts, or -" in refusal("*-*E")
     assert "has 3 stages, and --pipeline-model-parallel-size is 2" in refusal(
@@ -135,7 +184,6 @@ def test_flags_that_contradict_a_pattern_are_refused():
             f"{' '.join(words)} and --hybrid-layer-pattern '*-|*-' exclude each other"
             in refusal("*-|*-", *words, "--pipeline-model-parallel-size", "2")
         )
-    assert "--is-hybrid-model: pass --hybrid-layer-pattern" in refusal("*-", "--is-hybrid-model")
     assert "--spec" in refusal(
         "*-", "--spec", "megatron.core.models.hybrid.hybrid_layer_specs", "other"
     )

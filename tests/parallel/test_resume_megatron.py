@@ -25,6 +25,7 @@ from fugaku_megatron.config.model import ModelConfig, architecture
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.convert.megatron_arguments import arguments_of
 from fugaku_megatron.convert.megatron_delta_net import parts_of, split_parts
+from fugaku_megatron.convert.megatron_pickles import load_pickled
 from fugaku_megatron.convert.open_weights import open_megatron
 from fugaku_megatron.run.checkpoint_source import with_padding
 from fugaku_megatron.run.resume import resume_training
@@ -239,7 +240,12 @@ def test_updates_equal_those_of_torch_s_adamw_from_the_same_state(tmp_path, kind
         assert (tensor - reference().saved[name]).abs().max() > 1e-4, "an update without moments"
 
 
-DELTA_FLAGS: dict[str, Any] = {**FLAGS, **DELTA_NETS, "apply_layernorm_1p": True}
+DELTA_FLAGS: dict[str, Any] = {
+    **FLAGS,
+    **DELTA_NETS,
+    "apply_layernorm_1p": True,
+    "mask_vocab_padding": "no",
+}
 
 
 def delta_keys(name: str, tensor: torch.Tensor, model: ModelConfig) -> Tensors:
@@ -304,7 +310,9 @@ def test_the_log_names_what_continues(tmp_path):
     trainer, lines = resumed(SoloComm(), write_run(tmp_path))
     assert lines[0] == f"resumed from {tmp_path} at iteration {DONE}"
     assert "note: saved with TP 2 x PP 1 x DP 1, continues with TP 1 x PP 1 x DP 1" in lines
-    assert not [line for line in lines if "learning rate" in line or "vocabulary" in line]
+    assert [line for line in lines if "learning rate" in line or "vocabulary" in line] == [
+        "note: the 32 padding rows of the vocabulary count in the loss, as in the saved run; --mask-vocab-padding yes excludes them"
+    ]
     assert trainer.progress.consumed_samples == DONE * BATCH
     trainer.close()
 
@@ -364,6 +372,8 @@ def test_the_saved_arguments_are_the_model(folder, tmp_path):
     model = interpret(with_checkpoint_model(values)).run.model
     assert architecture(model) == architecture(open_megatron(str(directory), None, None).model)
     assert model.seq_length == 8
+    saved = with_checkpoint_model({**values, "seq_length": None})
+    assert interpret(saved).run.model.seq_length == 32
     values = vars(
         build_parser().parse_args(
             [*words.split(), "--load", str(tmp_path), "--vocab-file", "v", "--merge-file", "m"]
@@ -384,6 +394,34 @@ def test_the_saved_arguments_of_a_legacy_checkpoint_are_the_model(tmp_path):
     values = vars(build_parser().parse_args([*words, "--load", str(tmp_path / "legacy")]))
     model = interpret(with_checkpoint_model(values)).run.model
     assert architecture(model) == architecture(open_megatron(str(theirs), None, None).model)
+
+
+def test_a_release_with_arguments_of_a_fork_begins_a_run(tmp_path):
+    """Weights alone, whose arguments a user declares harmless, with the tokens' rows of the embedding."""
+    theirs = FOREIGN / "megatron" / "llama_0_18"
+    words = ["convert", "--from-megatron", theirs, "--to-megatron", tmp_path]
+    assert program.main([*map(str, words)]) == 0
+    common = load_pickled(tmp_path / "release" / "common.pt")
+    common["args"].some_fork_s_option = 3
+    torch.save(common, tmp_path / "release" / "common.pt")
+    words = f"--micro-batch-size 1 --use-checkpoint-args --mock-data --load {tmp_path} --finetune"
+
+    def start(*more: str) -> RunConfig:
+        values = vars(build_parser().parse_args([*words.split(), *more]))
+        return interpret(with_checkpoint_model(values)).run
+
+    with pytest.raises(ValueError, match="--ignore-saved-arguments, to train or to convert"):
+        start()
+    run = start("--ignore-saved-arguments", "some_fork_s_option", "x")
+    trainer = make_trainer(SoloComm(), run)
+    lines = resume_training(trainer, find_checkpoint(run, SoloComm()))
+    assert lines[0].startswith(f"starting from the weights of {tmp_path}, iteration 0: iteration 0")
+    expected = open_megatron(str(theirs), None, None)
+    found = whole_tensors(trainer, "weight")
+    trainer.close()
+    for name in expected.dtypes:
+        weight = expected.read(name).float()
+        assert torch.equal(found[name][: len(weight)], weight), name
 
 
 def test_weights_of_bf16_continue_from_their_fp32_copies(tmp_path):

@@ -214,9 +214,10 @@ def check_inference(case: Case, directory: Path, ranks: int, run: RunConfig) -> 
     assert ids == their_ids and perplexity == pytest.approx(math.exp(loss.item()), rel=1e-5)
 
 
-def test_from_scratch_the_padding_counts():
-    """The first loss counts padding rows as words, as in Megatron-LM."""
-    run = small_run(vocab_size=91)
+@pytest.mark.parametrize("mask", ["auto", "no"])
+def test_from_scratch_the_padding_is_masked_by_default(mask):
+    """The first loss counts padding rows as words, as in Megatron-LM, if --mask-vocab-padding is no."""
+    run = small_run(vocab_size=91, mask_vocab_padding=mask)
     run = with_padding(run, find_checkpoint(run, SoloComm()))
     trainer = make_trainer(SoloComm(), run)
     weights = whole_tensors(trainer, "weight")
@@ -225,13 +226,51 @@ def test_from_scratch_the_padding_counts():
     parts = (samples[:, :-1].t(), samples[:, 1:].t())
     padding = whole_tensors(trainer, "grad")[WORDS][91:]
     trainer.close()
-    assert run.model.mask_vocab_padding == "no" and len(weights[WORDS]) == 96
-    assert (
-        found == pytest.approx(plain_loss(weights, *parts, run.model).item(), rel=1e-6)
-        and (padding != 0).any(1).all()
-    )
+    counted = plain_loss(weights, *parts, run.model).item()
     masked = plain_loss({**weights, WORDS: weights[WORDS][:91]}, *parts, run.model).item()
-    assert found != pytest.approx(masked, rel=1e-3)
+    assert len(weights[WORDS]) == 96 and masked != pytest.approx(counted, rel=1e-3)
+    assert run.model.mask_vocab_padding == ("no" if mask == "no" else "yes")
+    assert found == pytest.approx(counted if mask == "no" else masked, rel=1e-6)
+    assert (padding != 0).any().item() == (mask == "no")
+
+
+@pytest.mark.parametrize("vocabulary", [257, 503, 50257, 151936])
+def test_losses_do_not_depend_on_the_padding(vocabulary, tmp_path):
+    """From scratch and after a load into another tensor-parallel size."""
+    hidden = 32 if vocabulary < 1000 else 16
+    sizes = {
+        "hidden_size": hidden,
+        "num_layers": 1,
+        "num_attention_heads": 4,
+        "seq_length": 16,
+        "max_position_embeddings": 16,
+        "vocab_size": vocabulary,
+        "make_vocab_size_divisible_by": 128,
+        "micro_batch_size": 2,
+        "global_batch_size": 2,
+        "train_iters": 4,
+    }
+
+    def trained(world: Comm, load: str | None, steps: int) -> list[float]:
+        run = small_run(**sizes, tensor_model_parallel_size=world.size, load=load)
+        trainer = begun(run, world)
+        losses = [trainer.train_step().loss for _ in range(steps)]
+        if load is None:
+            trainer.save(str(tmp_path / str(world.size)))
+        trainer.close()
+        return losses
+
+    def losses_of(ranks: int, load: str | None, steps: int = 2) -> list[float]:
+        return ThreadWorld(ranks).run(lambda world: trained(world, load, steps))[0]
+
+    first = {tp: losses_of(tp, load=None) for tp in (1, 2, 4)}
+    assert first[2] == pytest.approx(first[1], rel=1e-6)
+    assert first[4] == pytest.approx(first[1], rel=1e-6)
+    unchanged = losses_of(1, load=str(tmp_path / "1"))
+    for before, after in ((1, 2), (2, 4), (4, 1)):
+        assert losses_of(after, load=str(tmp_path / str(before))) == pytest.approx(
+            unchanged, rel=1e-6
+        )
 
 
 def lines_of(
@@ -265,8 +304,6 @@ def test_a_checkpoint_carries_the_mask_and_a_change_is_noted(ours, tmp_path):
     assert lines_of(changed(start, mask_vocab_padding="no")) == (
         "no",
         [
-            "note: --mask-vocab-padding is no, and the weights were trained with yes: the loss starts at another value; leave the "
-            "flag out to keep yes",
             "note: the padded vocabulary has 512 rows, had 503, and those beyond the 503 tokens count in the loss; pass "
             "--make-vocab-size-divisible-by 503 to keep 503",
         ],
@@ -296,21 +333,48 @@ def changed(run: RunConfig, **model: Any) -> RunConfig:
     return replace(run, model=replace(run.model, **model))
 
 
-def test_checkpoints_from_before_the_flag(ours, tmp_path):
-    """Weights alone were converted, and are masked. A resumed run keeps its mask, and the log names a change."""
-    start = run_of(Case(ours, 503, [], None))
-    trainer = make_trainer(SoloComm(), start)
+def test_a_resumed_run_keeps_its_padding_while_the_rows_are_the_same(tmp_path):
+    """An earlier version counted the padding of a run from scratch, and recorded it or nothing."""
+    start = small_run(vocab_size=91, mask_vocab_padding="no")
+    trainer = begun(start, SoloComm())
+    trainer.train_step()
     trainer.save(str(tmp_path / "own"))
     trainer.close()
-    again = replace(start, output=replace(start.output, load=str(tmp_path / "own"), finetune=False))
+    output = replace(start.output, load=str(tmp_path / "own"))
+    again = changed(replace(start, output=output), mask_vocab_padding="auto")
+    kept = "note: the 5 padding rows of the vocabulary count in the loss, as in the saved run; --mask-vocab-padding yes excludes them"
 
     def before(run: RunConfig, world: Comm) -> Resume:
         resume = find_checkpoint(run, world)
         resume.config["model"].pop("mask_vocab_padding")
         return resume
 
-    assert lines_of(start, before) == ("yes", []) and lines_of(again, before) == ("no", [])
-    assert lines_of(changed(again, mask_vocab_padding="yes"), before) == (
+    assert lines_of(again) == ("no", [kept]) == lines_of(again, before)
+    change = "note: --mask-vocab-padding is yes, was no: the loss curve changes from here on"
+    assert lines_of(changed(again, mask_vocab_padding="yes")) == ("yes", [change])
+    assert lines_of(changed(again, make_vocab_size_divisible_by=128)) == (
         "yes",
-        ["note: --mask-vocab-padding is yes, was no: the loss curve changes from here on"],
+        [
+            change,
+            "note: the padded vocabulary has 128 rows, had 96, and those beyond the 91 tokens no longer count in the loss; pass "
+            "--make-vocab-size-divisible-by 96 to keep 96",
+        ],
     )
+    weights = replace(again, output=replace(output, finetune=True))
+    assert lines_of(changed(weights, mask_vocab_padding="no")) == ("no", [kept])
+    assert lines_of(weights) == (
+        "yes",
+        [
+            "note: --mask-vocab-padding is yes, and was no in the run that saved the weights: the loss starts at another value; "
+            "pass no to keep its sums"
+        ],
+    )
+
+
+def test_converted_weights_from_before_the_flag(ours):
+    def before(run: RunConfig, world: Comm) -> Resume:
+        resume = find_checkpoint(run, world)
+        resume.config["model"].pop("mask_vocab_padding")
+        return resume
+
+    assert lines_of(run_of(Case(ours, 503, [], None)), before) == ("yes", [])

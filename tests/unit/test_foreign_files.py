@@ -161,6 +161,11 @@ def test_saved_arguments_that_describe_a_run_are_read():
             "dataloader_type": "cyclic",
             "attention_backend": "AttnBackend.auto",
             "overlap_p2p_comm": True,
+            # Defaults of Megatron-LM's main of August 2026 without a flag of their name.
+            "dsa_indexer_rotate_activation": True,
+            "dsa_indexer_scoring_relu": True,
+            "gtp_weight_remat_size": 1,
+            "expert_gtp_weight_remat_size": 1,
             "some_fork_s_option": 3,
         },
         ignored=["some_fork_s_option"],
@@ -169,6 +174,7 @@ def test_saved_arguments_that_describe_a_run_are_read():
         "hybrid_layer_pattern": "*-*E",
         "spec": ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
         "is_hybrid_model": True,
+        "hybrid_attention_ratio": 0.5,
     }
     megatron_arguments.check_saved(hybrid)
     with pytest.raises(ValueError, match="is_hybrid_model is True"):

@@ -98,6 +98,17 @@ def test_wsd_iterations_before_an_end_in_tokens():
 WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_style": "linear"}
 
 
+@pytest.mark.parametrize("name", ["lr_wsd_decay_iters", "lr_wsd_decay_samples"])
+def test_wsd_without_a_decay_keeps_the_peak_to_the_end(name):
+    lengths = {"train_samples": 480, "train_iters": None} if "samples" in name else {}
+    run = small_run(
+        **WSD, **{"lr": 1.0, "train_iters": 30, "micro_batch_size": 1, **lengths, name: 0}
+    )
+    schedule = ParamSchedule.from_run(run, 16)
+    assert {schedule.learning_rate(samples) for samples in range(0, 481, 16)} == {1.0}
+    assert schedule.learning_rate(481) == 0.0
+
+
 @pytest.mark.parametrize("ramp", RAMPS)
 @pytest.mark.parametrize(
     ("changes", "words"),
