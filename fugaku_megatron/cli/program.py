@@ -65,8 +65,7 @@ COMMANDS = {
         "inference.generate", "after training: continue a text with a checkpoint"
     ),
     "evaluate": ModuleCommand(
-        "inference.evaluate",
-        "after training: perplexity of a text, and multiple choice, with a checkpoint",
+        "inference.evaluate", "after training: perplexity of a text or chats with a checkpoint"
     ),
     "log": ModuleCommand(
         "observe.log_command", "during and after a run: its log as a table, CSV and picture"

@@ -1,11 +1,10 @@
-"""Evaluate a checkpoint: perplexity, chat loss, multiple choice, and needle in a haystack.
+"""Evaluate a checkpoint: perplexity of a text or a data set, and chat loss.
 
     fugaku-megatron evaluate --load checkpoints --input book.txt --json result.json
     fugaku-megatron evaluate --load checkpoints --data-path my_text_document --max-windows 100
-    mpiexec -n 4 fugaku-megatron evaluate --load checkpoints --choices questions.json
+    mpiexec -n 4 fugaku-megatron evaluate --load checkpoints --input book.txt
     --tensor-model-parallel-size 2
     fugaku-megatron evaluate --load tuned --chats held_out.jsonl
-    fugaku-megatron evaluate --load checkpoints --needle book.txt --needle-lengths 1024 4096
 
 Texts are cut into windows of the sequence length, without a last, shorter one. Ranks share the
 model by flags, or in the checkpoint's layout, and its replicas share the windows.
@@ -21,12 +20,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ..cli.output_files import check_file, check_picture, writing
+from ..cli.output_files import check_file, writing
 from ..cli.parser import add_fields, from_options
 from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
 from ..comm.job import run_or_abort
-from ..config.fields import check, check_fields, flag, option, optional
+from ..config.fields import check, check_fields, option, optional
 from ..config.model import ModelConfig
 from ..data.chat.chat_template import ChatTemplate, read_template
 from ..data.indexed import IndexedDataset, StoredTokens
@@ -35,17 +34,6 @@ from ..tokenizers.tokenizer import Tokenizer
 from . import scoring
 from .chat_file import ChatFile, read_chat_file
 from .loading import LoadedModel, Source, add_source_flags, load_model
-from .needles import (
-    DEPTHS,
-    SAMPLES,
-    Needles,
-    check_needle_flags,
-    draw_needles,
-    needle_figures,
-    needle_lines,
-    read_needles,
-)
-from .questions import Question, accuracies, read_questions
 from .scoring import score, windows
 from .tokenizer_choice import tokenizer_note
 
@@ -96,10 +84,6 @@ class Request:
         "perplexity of a data set, its documents one after another: PREFIX.bin and .idx",
         metavar="PREFIX",
     )
-    choices: str | None = optional(
-        'questions: a JSON list of {"context": TEXT, "choices": [TEXT, ...], "answer": NUMBER}',
-        metavar="FILE",
-    )
     chats: tuple[str, ...] = option(
         (),
         "mean loss of the assistant's tokens in each of these .jsonl files of chats",
@@ -108,23 +92,6 @@ class Request:
     chat_template: str | None = optional(
         "jinja template of --chats (default: the tokenizer's)", metavar="FILE"
     )
-    needle: str | None = optional(
-        "hide a sentence in this text, and test whether the model finds it", metavar="FILE"
-    )
-    needle_lengths: tuple[int, ...] = option(
-        (),
-        "tokens of the prompts of --needle (default: a quarter, a half, and all of a window)",
-        metavar="N",
-    )
-    needle_depths: tuple[int, ...] = option(
-        (),
-        f"share of the text before the sentence (default: {' '.join(map(str, DEPTHS))})",
-        metavar="PERCENT",
-    )
-    needle_samples: int | None = optional(
-        f"prompts of each length and depth (default: {SAMPLES})", metavar="N"
-    )
-    png: str | None = optional("heat map of --needle (needs matplotlib)", metavar="FILE")
     json: str | None = optional("write the result here", metavar="FILE")
     stride: int | None = optional(
         "tokens from one window to the next, each scored once (default: a window, without overlap)"
@@ -133,16 +100,9 @@ class Request:
 
     def __post_init__(self) -> None:
         check(
-            bool(self.input or self.data_path or self.choices or self.chats or self.needle),
-            "nothing to evaluate: pass --input, --data-path, --chats, --choices or --needle",
+            bool(self.input or self.data_path or self.chats),
+            "nothing to evaluate: pass --input, --data-path or --chats",
         )
-        for name in ("needle_lengths", "needle_depths", "needle_samples", "png"):
-            check(
-                self.needle is not None or getattr(self, name) in (None, ()),
-                f"{flag(name)} goes with --needle FILE: pass both",
-            )
-        check_needle_flags(self.needle_lengths, self.needle_depths, self.needle_samples)
-        check_picture(self.png)
         check(
             self.chats or self.chat_template is None,
             f"--chat-template {self.chat_template} goes with --chats: pass both",
@@ -172,10 +132,8 @@ class Inputs:
     tokens: int
     predicted: int
     bytes: int
-    questions: list[Question]
     note: str
     chats: tuple[ChatFile, ...] = ()
-    needles: Needles | None = None
 
 
 @dataclass(frozen=True)
@@ -228,7 +186,7 @@ def read_tokens(request: Request, tokenizer: Tokenizer) -> tuple[np.ndarray | St
     ), f"--input {request.input}"
 
 
-def read_all(request: Request, manifest: JsonObject, cut: Windows, model: ModelConfig) -> Inputs:
+def read_all(request: Request, manifest: JsonObject, cut: Windows) -> Inputs:
     tokenizer = request.model.source.open_tokenizer(manifest)
     requests = []
     tokens = 0
@@ -245,29 +203,13 @@ def read_all(request: Request, manifest: JsonObject, cut: Windows, model: ModelC
             tokenizer.count_bytes(np.asarray(ids[start : min(start + DECODED, end)]))
             for start in range(1, end, DECODED)
         )
-    questions = read_questions(request.choices, tokenizer, cut.length) if request.choices else []
-    needles = (
-        read_needles(
-            request.needle,
-            tokenizer,
-            model,
-            cut.length,
-            request.needle_lengths,
-            request.needle_depths,
-            request.needle_samples,
-        )
-        if request.needle
-        else None
-    )
     return Inputs(
         requests,
         tokens,
         predicted,
         size,
-        questions,
         tokenizer_note(tokenizer, manifest),
         read_chats(request, tokenizer, cut.length),
-        needles,
     )
 
 
@@ -308,15 +250,8 @@ def evaluated(loaded: LoadedModel, texts: Inputs, batch: int) -> JsonObject:
     if texts.requests:
         scores = score(loaded, texts.requests, batch, "windows")
         result |= perplexity(float(scores[:, 0].sum()), texts)
-    if texts.questions:
-        requests = [request for question in texts.questions for request in question.requests]
-        scores = score(loaded, requests, batch, "choices")
-        result |= accuracies(texts.questions, scores[:, 0].tolist())
     if texts.chats:
         result["chats"] = [chat_loss(loaded, file, batch) for file in texts.chats]
-    if needles := texts.needles:
-        scores = score(loaded, needles.requests, batch, "needles")
-        result["needle"] = needle_figures(needles, scores)
     return result
 
 
@@ -361,19 +296,7 @@ def lines(result: JsonObject, cut: Windows) -> list[str]:
             + " of the text fill no window"
         )
         shown.append(words.format(cut.length, cut.stride, **result))
-    if "accuracy" in result:
-        shown.append(
-            "accuracy {accuracy:.4f}, by length {accuracy_norm:.4f}, {questions} questions".format_map(
-                result
-            )
-        )
-    shown += [chat_line(file) for file in result.get("chats", ())]
-    shown += needle_lines(result["needle"]) if "needle" in result else []
-    if bare := result.get("without_context"):
-        shown.append(
-            f"questions without a context: {bare}, whose choices are scored after the token that begins or ends a text"
-        )
-    return shown
+    return shown + [chat_line(file) for file in result.get("chats", ())]
 
 
 def chat_line(file: JsonObject) -> str:
@@ -393,7 +316,7 @@ def evaluate(request: Request, world: Comm) -> JsonObject:
     with everywhere():
         run = source.run(manifest, sizes_of(source, world, manifest["layout"]))
         cut = Windows.of(request, run.model)
-    texts = on_root(world, lambda: read_all(request, manifest, cut, run.model))
+    texts = on_root(world, lambda: read_all(request, manifest, cut))
     loaded = load_model(run, world, source.load, iteration, manifest, source.q8)
     result = {
         "load": source.load,
@@ -402,8 +325,6 @@ def evaluate(request: Request, world: Comm) -> JsonObject:
     }
     if world.rank == 0:
         print(*filter(None, [texts.note, *lines(result, cut)]), sep="\n")
-        if request.png:
-            draw_needles(request.png, result["needle"], source.load)
         if request.json:
             with writing("--json", request.json):
                 Path(request.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

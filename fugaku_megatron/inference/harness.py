@@ -62,7 +62,7 @@ class Model:
         if not requests:
             return []
         scores = score(self.loaded, requests, self.batch, "requests")
-        return [(likelihood, hits) for likelihood, hits, _ in scores.tolist()]
+        return [(likelihood, hits) for likelihood, hits in scores.tolist()]
 
     def generate(
         self,

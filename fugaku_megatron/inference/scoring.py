@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -12,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..comm.autograd import gather_from_tensor_parallel
 from ..config.fields import check
@@ -30,13 +28,11 @@ class Request(NamedTuple):
     """Tokens, the last `scored` (fewer than all) to be scored given all before them.
 
     places: positions of the `scored` tokens instead, from 1 on
-    others: (scored, any number) tokens to compare each with, -1 for none
     """
 
     tokens: Sequence[int] | np.ndarray | StoredTokens
     scored: int
     places: np.ndarray | None = None
-    others: np.ndarray | None = None
 
 
 class Progress:
@@ -62,18 +58,17 @@ def score(
     batch: int,
     noun: str | None = None,
 ) -> Tensor:
-    """Score requests: FP64 (requests, 3), the same on every rank. Collective over the model's
+    """Score requests: FP64 (requests, 2), the same on every rank. Collective over the model's
     world.
 
-    Columns: natural log-likelihood of the scored tokens, number that are the likeliest, number
-    likelier than all their `others`.
+    Columns: natural log-likelihood of the scored tokens, number that are the likeliest.
 
     batch: requests per forward pass
     """
     # its tensor-parallel ranks have the same
     dp = loaded.groups.dp
     saves = loaded.groups.tp.rank == 0
-    scores = torch.zeros(len(requests), 3, dtype=torch.float64)
+    scores = torch.zeros(len(requests), 2, dtype=torch.float64)
     progress = Progress(len(requests), noun if loaded.groups.world.rank == 0 else None)
     done = 0
     for numbers in list(_batches(requests, batch))[dp.rank :: dp.size]:
@@ -93,7 +88,7 @@ def _batches(requests: Sequence[Request], batch: int) -> Iterator[list[int]]:
 
 
 def _score_batch(loaded: LoadedModel, requests: Sequence[Request]) -> Tensor | None:
-    """Return FP64 scores (b, 3) on last-stage ranks, else None."""
+    """Return FP64 scores (b, 2) on last-stage ranks, else None."""
     longest = max(len(request.tokens) for request in requests) - 1
     tokens = torch.zeros(
         longest, len(requests), dtype=torch.int64
@@ -101,8 +96,7 @@ def _score_batch(loaded: LoadedModel, requests: Sequence[Request]) -> Tensor | N
     padding = torch.ones(tokens.shape, dtype=torch.bool)
     rows = []
     labels = []
-    others = []
-    for column, (text, scored, places, compared) in enumerate(requests):
+    for column, (text, scored, places) in enumerate(requests):
         ids = torch.from_numpy(np.array(text, np.int64))
         tokens[: len(ids) - 1, column] = ids[:-1]
         padding[: len(ids) - 1, column] = False
@@ -113,45 +107,31 @@ def _score_batch(loaded: LoadedModel, requests: Sequence[Request]) -> Tensor | N
         )
         rows.append((asked - 1) * len(requests) + column)
         labels.append(ids[asked])
-        others.append(
-            torch.full((scored, 1), -1) if compared is None else torch.from_numpy(compared)
-        )
     positions = torch.arange(longest, dtype=torch.int32).unsqueeze(1).expand(tokens.shape)
     documents = Documents(positions=positions.contiguous(), padding=padding)
     x = through_stages(loaded, tokens, replace(EVALUATION, documents=documents))
     if x is None:
         return None
-    widest = max(tokens.shape[1] for tokens in others)
-    apart = torch.cat([F.pad(tokens, (0, widest - tokens.shape[1]), value=-1) for tokens in others])
-    found = _score_rows(
-        loaded, x.reshape(-1, 1, x.shape[-1]), torch.cat(rows), torch.cat(labels), apart
-    )
+    found = _score_rows(loaded, x.reshape(-1, 1, x.shape[-1]), torch.cat(rows), torch.cat(labels))
     parts = torch.split(found, [request.scored for request in requests])
     return torch.stack([part.sum(0) for part in parts])
 
 
 @torch.no_grad()
-def _score_rows(
-    loaded: LoadedModel, x: Tensor, rows: Tensor, labels: Tensor, others: Tensor
-) -> Tensor:
-    """Return log-likelihoods, 1 for likeliest labels, and 1 for labels likelier than all others.
+def _score_rows(loaded: LoadedModel, x: Tensor, rows: Tensor, labels: Tensor) -> Tensor:
+    """Return log-likelihoods, and 1 for labels that are the likeliest.
 
-    x (s b, 1, h), rows and labels (r), others (r, any number) -> (r, 3).
+    x (s b, 1, h), rows and labels (r) -> (r, 2).
     """
     vocabulary = loaded.vocab_size
     found = []
     at_once = max(1, LOGITS_BYTES // (4 * vocabulary))
-    for some, wanted, apart in zip(
-        *(torch.split(tensor, at_once) for tensor in (rows, labels, others)), strict=True
-    ):
+    for some, wanted in zip(rows.split(at_once), labels.split(at_once), strict=True):
         logits = gather_from_tensor_parallel(loaded.logits(x[some]).contiguous(), loaded.groups.tp)
         logits = logits[:, 0, :vocabulary].float()
         own = logits.gather(1, wanted[:, None])
-        beaten = own > logits.gather(1, apart.clamp(min=0)).masked_fill(apart < 0, -math.inf)
         found.append(
-            torch.stack(
-                [own[:, 0] - logits.logsumexp(1), logits.argmax(1) == wanted, beaten.all(1)], 1
-            )
+            torch.stack([own[:, 0] - logits.logsumexp(1), logits.argmax(1) == wanted], dim=1)
         )
     return torch.cat(found).double()
 

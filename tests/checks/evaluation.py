@@ -1,4 +1,4 @@
-"""Texts, questions and transformers' likelihoods."""
+"""A text and transformers' likelihoods."""
 
 import torch
 
@@ -9,11 +9,6 @@ from tests.checks.generation import LEARNS, TEXT
 
 LENGTH = LEARNS["seq_length"]
 PROSE = TEXT * 6 + "that is the question: whether 'tis nobler é"
-QUESTIONS = [
-    {"context": "to be or ", "choices": ["not to be", "zebra", "n"], "answer": 0},
-    {"context": "", "choices": ["to be", "xyz"], "answer": 1},
-    {"context": TEXT * 2, "choices": ["not", "to"], "answer": 0},
-]
 
 
 def their_likelihoods(theirs, ids: list[int]) -> torch.Tensor:

@@ -16,12 +16,10 @@ from fugaku_megatron.data.chat.chats import Chat
 from fugaku_megatron.data.dataset import DatasetConfig
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
 from fugaku_megatron.inference import evaluate, generate, scoring
-from fugaku_megatron.inference.loading import LoadedModel
-from fugaku_megatron.inference.needles import needle_figures, read_needles
 from fugaku_megatron.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
 from fugaku_megatron.tokenizers.null_tokenizer import NullTokenizer
 from tests.checks import chats as chat_checks
-from tests.checks.evaluation import LENGTH, PROSE, QUESTIONS, result, their_likelihoods
+from tests.checks.evaluation import LENGTH, PROSE, result, their_likelihoods
 from tests.checks.generation import LEARNS, WIDE, save_trained, their_model, write_tokenizer
 from tests.helpers import build_trainer, one_error, small_run
 from tests.threads import ThreadWorld
@@ -29,12 +27,11 @@ from tests.threads import ThreadWorld
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """(folder with a checkpoint, texts and questions, flags, transformers' model with the same weights)."""
+    """(folder with a checkpoint and a text, flags, transformers' model with the same weights)."""
     folder = tmp_path_factory.mktemp("evaluate")
     flags = ["--load", str(folder / "saved"), *write_tokenizer(folder)]
     theirs = their_model(save_trained(SoloComm(), folder / "saved", 3, **WIDE))
     (folder / "text.txt").write_text(PROSE, encoding="utf-8")
-    (folder / "questions.json").write_text(json.dumps(QUESTIONS))
     return folder, flags, theirs
 
 
@@ -51,7 +48,7 @@ def test_perplexity_is_that_of_transformers(models, ranks, sizes):
         *flags,
         *(
             f"--text {folder}/text.txt --micro-batch-size 2 "
-            f"--choices {folder}/questions.json --tensor-model-parallel-size {sizes[0]} "
+            f"--tensor-model-parallel-size {sizes[0]} "
             f"--pipeline-model-parallel-size {sizes[1]}"
         ).split(),
     ]
@@ -64,24 +61,8 @@ def test_perplexity_is_that_of_transformers(models, ranks, sizes):
         and first["tokens"] == first["bytes"] == tokens
     )
     assert first["perplexity_per_byte"] == first["perplexity"] and first["windows"] == count
-    assert (
-        first["left_out"] == len(ids) - 1 - tokens > 0 == first["after_max_windows"]
-        and first["without_context"] == 1
-    )
+    assert first["left_out"] == len(ids) - 1 - tokens > 0 == first["after_max_windows"]
     assert first["bits_per_byte"] == pytest.approx(-total / tokens / math.log(2))
-    right = by_length = 0
-    for question in QUESTIONS:
-        own = []
-        for choice in question["choices"]:
-            scored = len(choice) + len(question["context"]) - len(question["context"].rstrip())
-            first_token = [] if question["context"] else [256]
-            text = list((question["context"] + choice).encode())
-            whole = first_token + text[-LENGTH - 1 :]
-            own.append(float(their_likelihoods(theirs, whole)[-scored:].sum()))
-        scaled = [likelihood / len(choice) for likelihood, choice in zip(own, question["choices"])]
-        right += own.index(max(own)) == question["answer"]
-        by_length += scaled.index(max(scaled)) == question["answer"]
-    assert (first["accuracy"], first["accuracy_norm"]) == (right / 3, by_length / 3)
 
 
 def test_formats_of_the_weights(models):
@@ -130,17 +111,10 @@ def test_a_file_and_lines_of_the_result(models, tmp_path, capsys):
         found["after_max_windows"] == 4 * 24
         and found["left_out"] == len(PROSE.encode()) - 1 - 6 * 24 > 0
     )
-    whole = result(flags, *f"--text {folder}/text.txt --choices {folder}/questions.json".split())
-    assert (
-        whole["windows"] == 6
-        and whole["without_context"] == 1
-        and capsys.readouterr().out.splitlines()[1:]
-        == [
-            f"6 windows of 24 tokens, one every 24; the last {found['left_out']} tokens of the text fill no window",
-            f"accuracy {whole['accuracy']:.4f}, by length {whole['accuracy_norm']:.4f}, 3 questions",
-            "questions without a context: 1, whose choices are scored after the token that begins or ends a text",
-        ]
-    )
+    result(flags, "--text", str(folder / "text.txt"))
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        f"6 windows of 24 tokens, one every 24; the last {found['left_out']} tokens of the text fill no window"
+    ]
 
 
 def test_a_data_set(models, tmp_path):
@@ -193,115 +167,6 @@ def test_pairs_of_context_and_continuation():
         scoring.encode_pair(tokenizer, "", "1", 2)
 
 
-def copied(tokens: list[int], window: int) -> list[int]:
-    """Return a copying model's next tokens: the token that followed the same 9 tokens at most `window` ago."""
-    said = []
-    for end in range(1, len(tokens) + 1):
-        first = max(0, end - window)
-        starts = [
-            i
-            for i in range(first, end - 9)
-            if end > 9 and tokens[i : i + 9] == tokens[end - 9 : end]
-        ]
-        said.append(tokens[starts[-1] + 9] if starts else 0)
-    return said
-
-
-def needles_of(flags: list[str], file: Path, length: tuple[int, ...], depths: tuple[int, ...]):
-    """(the model on one rank, its tokenizer, two prompts of each length and depth)."""
-    parser = Parser()
-    evaluate.add_arguments(parser)
-    source = evaluate.Source.of(parser.parse_args(flags))
-    loaded = loading_of(flags)
-    tokenizer = source.open_tokenizer(source.manifest(SoloComm())[1])
-    return (
-        loaded,
-        tokenizer,
-        read_needles(str(file), tokenizer, loaded.run.model, LENGTH, length, depths, 2),
-    )
-
-
-@pytest.mark.parametrize("window", [1000, 100])
-def test_a_model_that_copies_finds_the_needles_that_it_sees(models, monkeypatch, window):
-    """With forced logits. A needle outside the window is not found."""
-    folder, flags, _ = models
-    loaded, tokenizer, needles = needles_of(flags, folder / "text.txt", (220,), (0, 50, 100))
-
-    def forced(loaded, tokens, forward_pass):
-        said = torch.tensor([copied(column, window) for column in tokens.t().tolist()]).t()
-        return torch.nn.functional.one_hot(said, 257).float()
-
-    monkeypatch.setattr(scoring, "through_stages", forced)
-    monkeypatch.setattr(LoadedModel, "logits", lambda self, x: x)
-    figures = needle_figures(needles, scoring.score(loaded, needles.requests, 4))
-    assert figures["exact"] == ([[1, 1, 1]] if window == 1000 else [[0, 0, 1]])
-    assert figures["likelier"][0][2] == 1 and (figures["likelier"][0][0] == 1) == (window == 1000)
-    for number, request in enumerate(needles.requests):
-        text = tokenizer.decode(request.tokens.tolist())
-        assert (
-            len(request.tokens) == 221
-            and text.count("The secret number of") == 2
-            and text[-6:].isdecimal()
-        )
-        assert text.count(f"is{text[-7:]}") == 2
-        place = text.index("\nThe secret")
-        end = text.index(".\n") + 2
-        after = text.rindex("\nThe secret") - end
-        assert (place == 0, abs(place - after) < 6, after == 0) == tuple(
-            number // 2 == depth for depth in range(3)
-        )
-
-
-@pytest.mark.parametrize(("ranks", "sizes"), [(1, (1, 1)), (4, (2, 2)), (2, (1, 1))])
-def test_needles_are_scored_as_transformers_does(models, tmp_path, capsys, ranks, sizes):
-    folder, flags, theirs = models
-    words = [
-        *flags,
-        *(
-            f"--needle {folder}/text.txt --needle-lengths 100 200 --needle-depths 0 90 "
-            f"--needle-samples 2 --tensor-model-parallel-size {sizes[0]} "
-            f"--pipeline-model-parallel-size {sizes[1]}"
-        ).split(),
-    ]
-    found = ThreadWorld(ranks).run(lambda world: result(words, world=world))[0]["needle"]
-    _, _, needles = needles_of(flags, folder / "text.txt", (100, 200), (0, 90))
-    loss = []
-    likelier = []
-    for request in needles.requests:
-        with torch.no_grad():
-            logits = theirs(torch.tensor(request.tokens[None, :-1].astype("int64"))).logits[0, -7:]
-        answer = request.tokens[-7:].tolist()
-        loss.append(-float(torch.log_softmax(logits.double(), 1)[range(7), answer].mean()))
-        wins = [
-            all(row[token] > row[other] for other in others if other >= 0)
-            for row, token, others in zip(logits, answer, request.others.tolist())
-        ]
-        assert wins[0] and max(request.others[0]) < 0, (
-            "the space before a number is the same for all"
-        )
-        likelier.append(sum(wins[1:]) / 6)
-    for name, own in (("loss", loss), ("likelier", likelier)):
-        pairs = [(own[i] + own[i + 1]) / 2 for i in range(0, 8, 2)]
-        assert sum(found[name], []) == pytest.approx(pairs, rel=1e-5)
-    table = capsys.readouterr().out.splitlines()
-    assert table[0].startswith("needle: share of 2 greedy answers") and table[1].split("|")[
-        1:3
-    ] == [" tokens ", "   depth 0 % "]
-
-
-def test_a_picture_of_the_needles(models, tmp_path):
-    folder, flags, _ = models
-    pytest.importorskip("matplotlib")
-    result(
-        flags,
-        *(
-            f"--needle {folder}/text.txt --needle-lengths 90 --needle-depths 0 100 "
-            f"--needle-samples 1 --png {tmp_path}/n.png"
-        ).split(),
-    )
-    assert (tmp_path / "n.png").read_bytes()[:4] == b"\x89PNG"
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -322,52 +187,11 @@ def test_a_picture_of_the_needles(models, tmp_path):
             "--text t --seq-length 225",
             "--seq-length is 225, and the model of --load .* has 224 positions",
         ),
-        (
-            "--text t --needle-lengths 9",
-            "--needle-lengths goes with --needle FILE: pass both",
-        ),
-        ("--text t --png x.png", "--png goes with --needle FILE: pass both"),
-        (
-            "--needle short.txt --needle-depths 101",
-            "--needle-depths is 101: pass a number from 0 to 100",
-        ),
-        (
-            "--needle short.txt --needle-samples 0",
-            "--needle-samples is 0: pass a number from 1 to",
-        ),
-        (
-            "--needle short.txt --needle-lengths 60",
-            "--needle-lengths has 60, and the sentence and its beginning have 7",
-        ),
-        (
-            "--needle short.txt --needle-lengths 225",
-            "--needle-lengths has 225, and the model learned 224 positions: pass",
-        ),
-        ("--choices none.json", "--choices none.json: not JSON"),
-        ("--choices empty.json", "empty.json: expected a list"),
-        (
-            "--choices answer.json",
-            "answer.json: question 0: answer is 2: pass the number of a choice, 0 to 1",
-        ),
-        ("--choices fields.json", 'fields.json: question 1: expected ."context"'),
-        (
-            "--choices long.json",
-            "long.json: question 0: continuation 'bbb.*' has 25 tokens, and the model takes 24",
-        ),
     ],
 )
 def test_mistakes(models, tmp_path, monkeypatch, more, message):
     monkeypatch.chdir(tmp_path)
     Path("short.txt").write_text("short")
-    good = {"context": "a", "choices": ["b", "c"], "answer": 0}
-    for name, text in (
-        ("none", "{"),
-        ("empty", "[]"),
-        ("answer", json.dumps([{**good, "answer": 2}])),
-        ("fields", json.dumps([good, {**good, "choices": ["a"]}])),
-        ("long", json.dumps([{**good, "choices": ["b" * 25, "c"]}])),
-    ):
-        Path(f"{name}.json").write_text(text)
     with pytest.raises(ValueError, match=message) as refused:
         result(models[1], *more.split())
     assert "\n" not in str(refused.value)
