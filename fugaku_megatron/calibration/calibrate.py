@@ -26,6 +26,7 @@ from ..cli.output_files import check_file, writing
 from ..config.fields import check
 from ..planner.machine import FP32, INT8
 from ..text.numbers import rounded
+from ..text.written_files import named_file
 
 if TYPE_CHECKING:
     from ..comm.base import Comm
@@ -394,8 +395,8 @@ def calibrate(world: Comm, output: Path) -> None:
         return
     memory_gib = psutil.virtual_memory().total / 2**30
     data = describe(measured_name(threads), node, team, network, memory_gib)
-    with writing("--output", output):
-        output.write_text(json.dumps(data, indent=1) + "\n")
+    with writing("--output", output), open(output, "w", opener=named_file) as file:
+        file.write(json.dumps(data, indent=1) + "\n")
     for key, constant in data["constants"].items():
         print(f"{key:<20} {constant['value']}   ({constant['source']})")
     try:

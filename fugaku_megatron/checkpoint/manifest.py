@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..text.named_files import JsonObject, StrPath
+from ..text.written_files import new_file
 from . import schema
 from .schema import Entry, Manifest, crc32, verify_file
 
@@ -365,7 +366,7 @@ def join(iterations: list[int]) -> str:
 
 def write_text(path: Path, text: str) -> None:
     """Write a small file and wait for the disk."""
-    with open(path, "w", encoding="utf-8") as file:
+    with open(path, "w", encoding="utf-8", opener=new_file) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

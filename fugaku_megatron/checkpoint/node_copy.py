@@ -21,6 +21,7 @@ import torch
 
 from ..comm.agreement import agree, on_root
 from ..comm.base import Comm
+from ..text.written_files import make_folder
 from .load import Checkpoint
 from .manifest import (
     Description,
@@ -51,7 +52,7 @@ def run_name(save: Directory, comm: Comm, make: bool = False) -> str | None:
 
 def _run_name(path: Path, make: bool) -> str | None:
     if make and not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         write_text(path, uuid.uuid4().hex)
     if not path.is_file():
         return None
@@ -121,7 +122,8 @@ def _remedy() -> str:
 
 
 def _write(aside: Path, rank: int, shards: list[Shard], description: Description) -> Written:
-    aside.mkdir(parents=True)
+    make_folder(aside.parent)
+    aside.mkdir()
     written = write_shards(rank, shards, aside)
     write_manifest(aside, description, files=dict([written] if written else []))
     return written

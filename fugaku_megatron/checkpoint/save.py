@@ -23,6 +23,7 @@ import torch
 
 from ..comm.agreement import agree, describe, on_root
 from ..comm.base import Comm
+from ..text.written_files import make_folder
 from .manifest import (
     TRACKER,
     Description,
@@ -96,7 +97,7 @@ def save_steps(
         if folders.name:
             agree(
                 comm,
-                lambda: folder.mkdir(parents=True, exist_ok=True) if folders.leads else None,
+                lambda: make_folder(folder) if folders.leads else None,
                 prefix,
                 _untouched,
             )
@@ -178,9 +179,7 @@ def check_writable(
     ranks = range(comm.size) if ranks is None else ranks
 
     def probe() -> None:
-        directory.mkdir(
-            parents=True, exist_ok=True
-        )  # on every rank: it may be on a disk of the node
+        make_folder(directory)  # on every rank: it may be on a disk of the node
         file = directory / f".write_probe_rank_{comm.rank:05d}"
         write_text(file, "probe\n")
         file.unlink()
@@ -226,7 +225,7 @@ def _untouched() -> str:
 
 def _prepare(directory: Path, iteration: int, check_lock: CheckLock) -> Path:
     """Remove what unfinished saves left; return a new folder."""
-    directory.mkdir(parents=True, exist_ok=True)
+    make_folder(directory)
     for number, suffix, path in entries(directory):
         check_lock()
         current = directory / iteration_name(number)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import describe
+from ..text.written_files import new_file
 from .schema import BLOCK_BYTES, DIGITS, BlockChecksums, Entry, check_size, digits, verify_file
 
 DTYPES = {
@@ -70,7 +71,7 @@ def write_tensors(
     )  # every tensor is aligned
     checksums = BlockChecksums()
     try:
-        with open(path, "wb", buffering=0) as file:
+        with open(path, "wb", buffering=0, opener=new_file) as file:
             _write(file, memoryview(_header(ordered)), checksums)
             for name, tensor in ordered:
                 _write(file, as_bytes(tensor if values is None else values(name)), checksums)
@@ -111,7 +112,10 @@ def _write(file: Any, data: memoryview, checksums: BlockChecksums) -> None:
 
 def copy_verified(source: Path, entry: Entry, path: Path) -> None:
     try:
-        with BlockFile(source, entry) as original, open(path, "wb", buffering=0) as file:
+        with (
+            BlockFile(source, entry) as original,
+            open(path, "wb", buffering=0, opener=new_file) as file,
+        ):
             for index in range(-(-entry["size"] // original.block_size)):
                 _write(file, original.block(index), BlockChecksums())
             os.fsync(file.fileno())

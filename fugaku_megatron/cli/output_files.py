@@ -11,6 +11,7 @@ from typing import Any
 
 from ..config.fields import check
 from ..text.named_files import StrPath
+from ..text.written_files import check_link, named_file
 
 
 def check_file(flag: str, file: str | Path | None) -> None:
@@ -38,6 +39,7 @@ def _check_place(flag: str, file: str | Path) -> None:
         not Path(file).is_fifo(),
         f"{flag} {file} is a FIFO, which would wait for a reader: pass a file",
     )
+    check_link(file)
     writable = os.access(file if Path(file).exists() else folder, os.W_OK)
     check(writable, f"{flag} {file}: no permission to write there: pass another file")
 
@@ -72,5 +74,5 @@ def picture(path: StrPath, width: float, height: float, dpi: int = 120) -> Itera
 
     figure = Figure(figsize=(width, height), layout="constrained")
     yield figure
-    with writing("--png", os.fspath(path)):
-        figure.savefig(path, dpi=dpi, format="png")
+    with writing("--png", os.fspath(path)), open(path, "wb", opener=named_file) as file:
+        figure.savefig(file, dpi=dpi, format="png")

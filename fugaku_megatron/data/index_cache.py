@@ -24,6 +24,7 @@ import numpy as np
 
 from ..comm.agreement import agree, describe, on_root
 from ..text.named_files import JsonObject
+from ..text.written_files import make_folder, new_file
 from .files import MappedFile
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class _Files:
 
     def build(self, build: Build) -> None:
         """Write all arrays, then the description, which validates them. Raises OSError."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         for aside in self.folder.glob(f"{self.base}-*.tmp"):
             with suppress(OSError):  # another builder may be removing it
                 if time.time() - aside.stat().st_mtime > ABANDONED:
@@ -139,7 +140,7 @@ class _Files:
         path = self.path(name)
         aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
         try:
-            with open(aside, "wb") as file:
+            with open(aside, "wb", opener=new_file) as file:
                 if header:
                     np.lib.format.write_array_header_1_0(file, header)
                 for block in blocks:

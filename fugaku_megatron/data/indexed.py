@@ -23,6 +23,7 @@ import numpy as np
 
 from ..comm.agreement import on_root
 from ..text.named_files import JsonObject, StrPath, unreadable
+from ..text.written_files import new_file
 from .files import ReadFile, Status, check_status
 from .index_arrays import BLOCK
 
@@ -360,7 +361,8 @@ class IndexedDatasetWriter:
         try:
             with self.writing():
                 for suffix, path in self._temporary.items():
-                    self._files[suffix] = open(path, "wb")  # closed by finalize or discard
+                    file = open(path, "wb", opener=new_file)  # closed by finalize or discard
+                    self._files[suffix] = file
         except ValueError:
             self.discard()
             raise

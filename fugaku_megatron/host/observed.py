@@ -17,6 +17,7 @@ from typing import Any
 from ..comm.grid import Groups
 from ..text.named_files import StrPath
 from ..text.table import Column, text_table
+from ..text.written_files import new_file
 from . import kernel_costs
 from .machine import fma_peak_gflops
 
@@ -311,7 +312,7 @@ class Profiler:
             }
             for e in self.events
         ]
-        with open(path, "w") as file:
+        with open(path, "w", opener=new_file) as file:
             json.dump({"traceEvents": names + spans, "displayTimeUnit": "ms"}, file)
 
 

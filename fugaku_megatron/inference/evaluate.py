@@ -16,7 +16,6 @@ import argparse
 import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -30,6 +29,7 @@ from ..config.model import ModelConfig
 from ..data.chat.chat_template import ChatTemplate, read_template
 from ..data.indexed import IndexedDataset, StoredTokens
 from ..text.named_files import JsonObject, read_text
+from ..text.written_files import named_file
 from ..tokenizers.tokenizer import Tokenizer
 from . import scoring
 from .chat_file import ChatFile, read_chat_file
@@ -326,8 +326,11 @@ def evaluate(request: Request, world: Comm) -> JsonObject:
     if world.rank == 0:
         print(*filter(None, [texts.note, *lines(result, cut)]), sep="\n")
         if request.json:
-            with writing("--json", request.json):
-                Path(request.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+            with (
+                writing("--json", request.json),
+                open(request.json, "w", encoding="utf-8", opener=named_file) as file,
+            ):
+                file.write(json.dumps(result, indent=2) + "\n")
     return result
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from ..cli import arguments
 from ..cli.parser import Command, Parser
 from ..config.fields import check, flag
+from ..text.written_files import make_folder, named_file
 from . import check as checks
 from . import job as jobs
 from . import limits, render, script
@@ -176,7 +177,8 @@ def plan(args: argparse.Namespace) -> int:
 def _write(path: Path, text: str, flag: str = "") -> None:
     check(not path.is_fifo(), f"{flag}{path} is a FIFO, which would wait for a reader: pass a file")
     try:
-        path.write_text(text)
+        with open(path, "w", opener=named_file) as file:
+            file.write(text)
         path.chmod(0o755)
     except OSError as error:
         raise ValueError(
@@ -346,7 +348,7 @@ def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
 def write_slurm(args: argparse.Namespace) -> int:
     check(args.folder.is_dir(), f"{args.folder}: pass an existing folder, such as scripts/slurm")
     for path, text in render.slurm_scripts(args.recipe, args.check_layout).items():
-        (args.folder / path).parent.mkdir(parents=True, exist_ok=True)
+        make_folder((args.folder / path).parent)
         _write(args.folder / path, text)
     return 0
 

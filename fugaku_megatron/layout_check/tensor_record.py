@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..checkpoint.tensor_files import PlainFile, read_header, write_tensors
 from ..config.fields import check
+from ..text.written_files import make_folder
 from .points import KINDS, Point
 
 FORMATS = ("fp32", "bf16", "fp16", "int8")
@@ -26,7 +27,7 @@ def check_record(directory: Path) -> None:
         f"--record {directory} holds {''.join(found[:1])}.safetensors: pass another directory",
     )
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_folder(directory)
     except OSError as error:
         raise ValueError(
             f"--record {directory}: {error.strerror}: pass another directory"

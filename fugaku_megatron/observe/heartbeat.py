@@ -24,9 +24,10 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from ..start.environment import SHARED_MEMORY as MEMORY
-from ..start.private_folder import create, is_private, make_private
+from ..text.written_files import is_private, make_private, new_file, no_link
 
 PAGE = 4096
 MAGIC = b"heart 1\0"
@@ -249,9 +250,8 @@ def _page(file: Path) -> mmap.mmap:
     """Create and map a page of zeros, over an ended process's leftover with the same number."""
     while True:
         make_private(file.parent)
-        file.unlink(missing_ok=True)
         with contextlib.suppress(FileNotFoundError):  # another rank has just removed the folder
-            with create(file) as opened:
+            with open(file, "w+b", opener=new_file) as opened:
                 opened.write(bytes(PAGE))
                 opened.flush()
                 return mmap.mmap(opened.fileno(), PAGE)
@@ -281,8 +281,12 @@ def rank_file(directory: Path, rank: int) -> Path:
     return directory / f"rank{rank}.txt"
 
 
+def _append(directory: Path, rank: int) -> TextIO:
+    return open(rank_file(directory, rank), "a", opener=no_link)
+
+
 def write_own(directory: Path, rank: int, native: bool, until: float) -> None:
-    with contextlib.suppress(OSError), rank_file(directory, rank).open("a") as file:
+    with contextlib.suppress(OSError), _append(directory, rank) as file:
         faulthandler.dump_traceback(file, all_threads=True)
         if native:
             file.flush()
@@ -294,7 +298,7 @@ def write_of(directory: Path, rank: int, process: int, requested: Path, until: f
 
     requested: its `on_request` file, written first: a debugger may run out of time
     """
-    with contextlib.suppress(OSError), rank_file(directory, rank).open("a") as file:
+    with contextlib.suppress(OSError), _append(directory, rank) as file:
         file.write(f"process {process}, state {state(process)}\n")
         file.write(_request(process, requested))
         file.flush()
@@ -306,7 +310,7 @@ def on_request(path: Path) -> None:
 
     Reading running threads' frames crashed one process in four.
     """
-    file = path.open("w")
+    file = open(path, "w", opener=new_file)
     faulthandler.register(ON_REQUEST, file, all_threads=False)
 
 

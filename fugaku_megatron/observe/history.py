@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ..text.named_files import JsonObject, StrPath
+from ..text.written_files import make_folder, no_link, write_text
 
 HISTORY = "history.jsonl"  # in the directory of --save
 
@@ -51,9 +52,9 @@ def read_run_history(path: Path) -> list[JsonObject]:
 
 
 def open_history(path: Path, start_iteration: int) -> TextIO:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     kept = [record for record in read_run_history(path) if record["iteration"] <= start_iteration]
     aside = path.with_name(path.name + ".tmp")
-    aside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    write_text(aside, "".join(json.dumps(record) + "\n" for record in kept))
     aside.replace(path)
-    return open(path, "a", encoding="utf-8")
+    return open(path, "a", encoding="utf-8", opener=no_link)

@@ -15,6 +15,7 @@ from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..costs.parameters import model_parameters
 from ..text.named_files import JsonObject, StrPath
+from ..text.written_files import named_file
 from .history import read_history
 from .iteration_metrics import size_name
 
@@ -154,7 +155,8 @@ def _draw(
     if loads is not None:
         _draw_loads(panels["loads"], loads)
     figure.suptitle(shown(heading), fontsize="medium")
-    figure.savefig(path_png, dpi=120, format="png")
+    with open(path_png, "wb", opener=named_file) as file:
+        figure.savefig(file, dpi=120, format="png")
 
 
 def _draw_loads(axes: Any, record: JsonObject) -> None:

@@ -18,6 +18,7 @@ from ..config.output import OutputConfig
 from ..config.run_config import RunConfig
 from ..host.allocator import peak_memory_mib
 from ..host.observed import Profiler
+from ..text.written_files import make_folder, write_text
 from .loss_plot import start_module
 from .trace import merge_traces
 
@@ -107,11 +108,11 @@ class Profile:
     def _write_own(self, profiler: Profiler, say: Say) -> None:
         rank = self.world.rank
         _, stage, _ = Grid(*self.layout.sizes).coords(rank)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         profiler.write_trace(self._trace(rank), rank, stage=stage, peak_mib=peak_memory_mib())
         if self.detailed:
             lines = self.detailed.table()
-            (self.folder / f"table_rank{rank}.txt").write_text("\n".join(lines) + "\n")
+            write_text(self.folder / f"table_rank{rank}.txt", "\n".join(lines) + "\n")
             for line in lines:
                 say(line)
 

@@ -10,6 +10,7 @@ from typing import TextIO
 
 from ..text.named_files import StrPath
 from ..text.numbers import duration_text
+from ..text.written_files import named_file
 from .heartbeat import stat_words
 from .iteration_metrics import IterationMetrics
 
@@ -55,7 +56,9 @@ def _launcher_terminal(otherwise: bool) -> bool:
 def append(log_file: StrPath | None, *lines: str) -> None:
     if log_file is not None and lines:
         # surrogateescape: a path in a line may have any byte.
-        with open(log_file, "a", encoding="utf-8", errors="surrogateescape") as file:
+        with open(
+            log_file, "a", encoding="utf-8", errors="surrogateescape", opener=named_file
+        ) as file:
             file.writelines(line + "\n" for line in lines)
 
 

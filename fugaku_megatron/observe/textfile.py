@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..text.written_files import write_text
 from .figures import COUNTER, FIGURES, HISTOGRAM, NAMESPACE, Figure
 from .iteration_metrics import IterationMetrics
 
@@ -32,7 +33,7 @@ class Textfile:
                 self._counts[figure.name] = self._counts.get(figure.name, 0) + 1
         aside = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
         try:
-            aside.write_text("".join(f"{line}\n" for line in self._lines()), encoding="utf-8")
+            write_text(aside, "".join(f"{line}\n" for line in self._lines()))
             aside.replace(self.path)
         finally:
             aside.unlink(missing_ok=True)

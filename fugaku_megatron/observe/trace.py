@@ -12,6 +12,7 @@ from ..pipeline import instructions
 from ..pipeline import placement as placement_module
 from ..pipeline.timeline import COMPUTATIONS, Span
 from ..text.named_files import StrPath, read_text
+from ..text.written_files import new_file
 
 Trace = dict[str, Any]
 
@@ -43,7 +44,7 @@ def merge_traces(
         "kind": placement.kind,
     }
     other = json.dumps({"placement": shape, "pipeline": list(pipeline)})
-    with open(merged, "w", encoding="utf-8") as file:
+    with open(merged, "w", encoding="utf-8", opener=new_file) as file:
         file.write(f'{{"displayTimeUnit": "ms", "otherData": {other}, "traceEvents": [')
         separator = "\n"
         for path in paths:

@@ -7,8 +7,11 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from ..text.written_files import make_folder
 
 SERVER = "https://api.wandb.ai"  # unless WANDB_BASE_URL names another
 REACHED_WITHIN = 3.0  # s
@@ -41,7 +44,7 @@ class WandbRun:
             )
         try:
             if self.directory:
-                os.makedirs(self.directory, exist_ok=True)
+                make_folder(Path(self.directory))
             return wandb.init(
                 project=self.project,
                 name=self.name,

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..start import environment, exit_codes
+from ..text.written_files import make_folder, write_text
 from . import hang_verdict
 from .hang_verdict import FAN, STOPPED, Census, Link, Message, Standing, Verdict
 from .heartbeat import (
@@ -281,7 +282,7 @@ class Watchdog:
         """Write the reason for the end unless another rank was faster; return the written reason."""
         end = {**end, "process": os.getpid()}
         aside = self._here.folder / f"{END}.{os.getpid()}"
-        aside.write_text(json.dumps(end))
+        write_text(aside, json.dumps(end))
         try:
             os.link(aside, self._here.folder / END)
         except FileExistsError:
@@ -304,7 +305,7 @@ class Watchdog:
         leads = end["process"] == os.getpid()
         begin = time.monotonic()
         with contextlib.suppress(OSError):
-            directory.mkdir(parents=True, exist_ok=True)
+            make_folder(directory)
         write_own(
             directory,
             self.heart.rank,

@@ -18,6 +18,7 @@ from .. import __version__
 from ..config.fields import check
 from ..text.named_files import JsonObject, read_text
 from ..text.numbers import rounded
+from ..text.written_files import new_file
 from .budget import Budget
 from .private_words import private_words, without_names
 
@@ -34,7 +35,7 @@ def write_atomically(path: Path, text: str) -> None:
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.{next(WRITES)}")
     try:
-        with open(partial, "w", encoding="utf-8") as file:
+        with open(partial, "w", encoding="utf-8", opener=new_file) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -24,6 +24,7 @@ from ..planner.software import FITTED, MemoryParameters, Parameters
 from ..planner.system import System
 from ..text.named_files import JsonObject
 from ..text.numbers import rounded
+from ..text.written_files import named_file
 from .rows import Row, known, load, row_system
 
 PRIORS_FILE = FITTED.parent / "priors.json"
@@ -476,7 +477,7 @@ def main(args: argparse.Namespace) -> int:
         report = make_report(group)
         print(text(report), flush=True)
         data[group] = as_json(report)
-    with writing("--output", args.output):
-        args.output.write_text(json.dumps(data, indent=1) + "\n")
+    with writing("--output", args.output), open(args.output, "w", opener=named_file) as file:
+        file.write(json.dumps(data, indent=1) + "\n")
     print(f"\nwrote {args.output}")
     return 0

@@ -11,6 +11,7 @@ from ..checkpoint.manifest import CARRIED
 from ..comm.agreement import on_root
 from ..comm.base import Comm
 from ..data.unchanged import other_files
+from ..text.written_files import make_folder
 from ..training.trainer import Trainer
 from .checkpoint_source import Resume
 from .resume_notes import (
@@ -84,7 +85,7 @@ def carry_files(
 
     def carry() -> None:
         if source.is_dir() and not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(target.parent)
             copy(source, target)
 
     on_root(world, carry, f"--save {save}: ")

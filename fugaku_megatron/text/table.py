@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .named_files import StrPath
+from .written_files import new_file
 
 
 def pipe_table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -58,7 +59,9 @@ def _blank(form: str, text: str = "") -> str:
 def write_csv(path: StrPath, columns: Sequence[str], records: Iterable[Mapping[str, Any]]) -> None:
     """Write another file and rename it: a reader never sees half a file."""
     aside = Path(f"{path}.tmp")
-    with open(aside, "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+    with open(
+        aside, "w", newline="", encoding="utf-8", errors="surrogateescape", opener=new_file
+    ) as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(records)

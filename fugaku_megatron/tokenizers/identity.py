@@ -7,6 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from ..text.named_files import JsonObject
+from ..text.written_files import write_text
 from .null_tokenizer import NullTokenizer
 from .tokenizer import Tokenizer
 
@@ -36,7 +37,7 @@ def mismatch(own: JsonObject | None, other: JsonObject | None) -> str | None:
 
 
 def write_identity(prefix: str, tokenizer: Tokenizer) -> None:
-    Path(prefix + SUFFIX).write_text(json.dumps(identity(tokenizer)) + "\n", encoding="utf-8")
+    write_text(prefix + SUFFIX, json.dumps(identity(tokenizer)) + "\n")
 
 
 def read_identity(prefix: str) -> JsonObject | None:

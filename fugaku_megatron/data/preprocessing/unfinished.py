@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from ...text.written_files import make_own, new_file, no_link
 from ..files import say
 from ..indexed import IndexedDatasetWriter, writing
 from ..input.documents import Place
@@ -55,7 +56,8 @@ class TokenFiles:
         self._paths = (path.with_suffix(".tokens"), path.with_suffix(".lengths"))
         self._files = []
         for name, size in zip(self._paths, (tokens * dtype.itemsize, documents * 4), strict=True):
-            file = open(name, "r+b" if size else "wb")  # closed by close
+            opener = no_link if size else new_file
+            file = open(name, "r+b" if size else "wb", opener=opener)  # closed by close
             self._files.append(file)
             if os.fstat(file.fileno()).st_size < size:
                 raise OSError(f"{name} has less than {size} bytes")
@@ -103,8 +105,8 @@ class Unfinished:
         self._starts = [0, *accumulate(size for _, size, _ in self._stats)]
         self._due = time.monotonic() + JOURNAL_SECONDS
         with self._writing():
-            self.folder.mkdir(exist_ok=True)
-            self._lock = open(self.folder / LOCK, "w")  # closed by __exit__
+            make_own(self.folder)
+            self._lock = open(self.folder / LOCK, "w", opener=no_link)  # closed by __exit__
         self._acquire()
         self.journal = self._found(outputs) or self._empty(outputs)
         self._recorded = self.journal.documents > 0
@@ -201,7 +203,7 @@ class Unfinished:
             for file in self._files:
                 file.sync()
             aside = self.folder / f"{JOURNAL}.new"
-            with open(aside, "w", encoding="utf-8") as stream:
+            with open(aside, "w", encoding="utf-8", opener=new_file) as stream:
                 json.dump(
                     {**asdict(self.journal), "inputs": self._checksum(self.journal.place)}, stream
                 )

@@ -21,6 +21,7 @@ from typing import Any
 
 from ...text.named_files import unreadable
 from ...text.optional_packages import optional_package
+from ...text.written_files import make_folder, write_text
 from ...tokenizers.gpt2_tokenizer import EOD_TOKEN, bytes_to_unicode
 from ..files import say
 from ..input.compressed_text import LARGEST_FLAG
@@ -69,9 +70,9 @@ def _write(tokenizer: Any, output: Path) -> None:
     ]
     texts = json.dumps(vocabulary, ensure_ascii=False), "\n".join(lines) + "\n"
     try:
-        output.mkdir(parents=True, exist_ok=True)
+        make_folder(output)
         for name, text in zip(NAMES, texts, strict=True):
-            (output / f"{name}.tmp").write_text(text, encoding="utf-8")
+            write_text(output / f"{name}.tmp", text)
         for name in NAMES:
             os.replace(output / f"{name}.tmp", output / name)
     except OSError as error:
