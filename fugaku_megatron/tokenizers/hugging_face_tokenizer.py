@@ -17,6 +17,7 @@ from ..text.foreign_models import hub_note
 from ..text.named_files import unreadable
 from ..text.optional_packages import optional_package
 from .sentencepiece_tokenizer import load_pieces, pieces_kind
+from .time_limit import limited
 from .utf8 import clean
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -53,6 +54,7 @@ def _auto_tokenizer(folder: Path, where: str) -> Any:
         found = transformers.AutoTokenizer.from_pretrained(
             os.fspath(folder), local_files_only=True, trust_remote_code=False
         )
+        found.__class__ = _limited_class(type(found), where)
         # Documents are longer than a model's sequence, and that is not a warning.
         found.model_max_length = sys.maxsize
         no_tokens = not found(PROBE, add_special_tokens=False).input_ids
@@ -73,6 +75,20 @@ def _auto_tokenizer(folder: Path, where: str) -> Any:
             f"missing or of another kind: pass a folder with {TOKENIZER_JSON}"
         )
     return found
+
+
+def _limited_class(kind: Any, where: str) -> Any:
+    """Return a subclass that tokenizes with a limit on time."""
+
+    def call(self: Any, text: Any, **options: Any) -> Any:
+        texts = [text] if isinstance(text, str) else text
+        return limited(where, sum(map(len, texts)), lambda: kind.__call__(self, text, **options))
+
+    def decode(self: Any, ids: Any, **options: Any) -> Any:
+        return limited(where, len(ids), lambda: kind.decode(self, ids, **options))
+
+    methods: dict[str, Any] = {"__call__": call, "decode": decode}
+    return type(kind.__name__, (kind,), methods)
 
 
 def _check_files(folder: Path, where: str) -> None:

@@ -11,7 +11,9 @@ import pytest
 from fugaku_megatron.data.chat.chat_files import unsigned
 from fugaku_megatron.data.chat.chat_template import ChatTemplate
 from fugaku_megatron.data.chat.chats import Chat, user_turn
+from fugaku_megatron.text.input_errors import NeverSkipped
 from fugaku_megatron.text.named_files import FIRST_BYTES
+from fugaku_megatron.tokenizers import time_limit
 from fugaku_megatron.tokenizers.tokenizer import TokenizerFlags
 from tests.tokenizer_files import make
 
@@ -266,3 +268,34 @@ def test_code_in_a_folder_never_runs_and_nothing_is_asked(
     else:
         assert not refused or model
     assert not ran.exists() and not (folder / "it_ran").exists()
+
+
+def with_expression(folder: Path, expression: str):
+    """Return the tokenizer of a file whose pieces are found by a regular expression."""
+    contents = json.loads(JSON)
+    split = {"pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+    contents["pre_tokenizer"] = {"type": "Split", **split}
+    config = '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    files = {"tokenizer.json": json.dumps(contents), "tokenizer_config.json": config}
+    return TokenizerFlags("HuggingFaceTokenizer", None, None, write(folder, files)).build()
+
+
+@pytest.mark.parametrize("call", ["encode", "encode_many", "chat"])
+def test_an_expression_that_never_ends_has_a_limit_of_time(tmp_path, monkeypatch, call):
+    tokenizer = with_expression(tmp_path, r"(a*)(a*)(a*)\1x|b(?=.)")
+    text = "a" * 200 + "b"  # 200**4 / 24 steps; the library's own limit is for one place of a text
+    works = {
+        "encode": lambda: tokenizer.encode(text),
+        "encode_many": lambda: tokenizer.encode_many(["b", text]),
+        "chat": lambda: tokenizer.library(text, return_offsets_mapping=True),
+    }
+    monkeypatch.setattr(time_limit, "SECONDS", 0.1)
+    with pytest.raises(NeverSkipped, match=rf"--tokenizer-model {tmp_path}: did not tokenize 20"):
+        works[call]()
+    assert tokenizer.decode(tokenizer.encode("bb")) == "bb"
+
+
+def test_the_limit_of_the_library_of_expressions_is_one_line(tmp_path):
+    tokenizer = with_expression(tmp_path, "(a+)+$")
+    with pytest.raises(NeverSkipped, match=f"{tmp_path}: .*retry-limit"):
+        tokenizer.encode("a" * 60 + "b")
