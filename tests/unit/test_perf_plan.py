@@ -49,10 +49,10 @@ FOUND = {}
 def each_search_once(monkeypatch):
     """Several tests search the same layouts, which takes seconds."""
 
-    def once(run, system, held, ramp_divisible=False):
+    def once(run, system, held, ramp_divisible=False, **refuse):
         key = repr((run, system, sorted(held), ramp_divisible))
         if key not in FOUND:
-            FOUND[key] = SEARCH(run, system, held, ramp_divisible)
+            FOUND[key] = SEARCH(run, system, held, ramp_divisible, **refuse)
         return FOUND[key]
 
     for module in (plan, search):
