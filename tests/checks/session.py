@@ -10,6 +10,7 @@ class Writer:
     """Log that keeps all printed lines."""
 
     printing = False
+    log_interval = 1
 
     def __init__(self):
         self.lines = []
