@@ -339,5 +339,8 @@ def padding_note(run: RunConfig, checkpoint: Checkpoint) -> list[str]:
         "the loss"
     )
     if rows % run.tp == 0:
-        line += f"; pass --make-vocab-size-divisible-by {rows // run.tp} to keep {rows}"
+        remedy = f"--make-vocab-size-divisible-by {rows // run.tp}"
+        if run.model.padded_vocab_size:
+            remedy = f"--padded-vocab-size {rows}"
+        line += f"; pass {remedy} to keep {rows}"
     return [line]

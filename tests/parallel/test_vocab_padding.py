@@ -360,6 +360,9 @@ def test_a_resumed_run_keeps_its_padding_while_the_rows_are_the_same(tmp_path):
             "--make-vocab-size-divisible-by 96 to keep 96",
         ],
     )
+    assert lines_of(changed(again, padded_vocab_size=128))[1][1].endswith(
+        "; pass --padded-vocab-size 96 to keep 96"
+    )
     weights = replace(again, output=replace(output, finetune=True))
     assert lines_of(changed(weights, mask_vocab_padding="no")) == ("no", [kept])
     assert lines_of(weights) == (
