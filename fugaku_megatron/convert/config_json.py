@@ -32,9 +32,14 @@ def has_mxfp4_experts(config: JsonObject) -> bool:
     return config.get("model_type") in MXFP4_MODELS and is_mxfp4(config.get("quantization_config"))
 
 
+def has_text_config(config: JsonObject) -> bool:
+    kind = config.get("model_type")
+    return isinstance(kind, str) and kind in TEXT_OF
+
+
 def plain_config(config: JsonObject) -> JsonObject:
     """Return the text model's config.json, without a quantization that is unpacked."""
-    if config.get("model_type") in TEXT_OF:
+    if has_text_config(config):
         config = text_config(config)
     if has_mxfp4_experts(config):
         config = {**config, "quantization_config": None}

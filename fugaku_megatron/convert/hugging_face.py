@@ -16,13 +16,14 @@ from ..config.fields import check
 from ..config.model import ModelConfig
 from ..text.foreign_models import hub_note
 from ..text.named_files import about
-from .architectures import TEXT_OF, Architecture
+from .architectures import Architecture
 from .carried_files import carry
 from .config_json import (
     architecture_of,
     carried_config,
     config_of,
     has_mxfp4_experts,
+    has_text_config,
     plain_config,
     read_config,
 )
@@ -56,7 +57,7 @@ def open_hugging_face(directory: str, adapters: str | None = None) -> Weights:
         config = read_json(path / FILE)
         files = TensorDirectory.open(path)
         notes = []
-        if config.get("model_type") in TEXT_OF:
+        if has_text_config(config):
             files, note = _without_towers(files)
             notes.append(note)
         if has_mxfp4_experts(config):
@@ -81,8 +82,11 @@ def _check_adapters(path: Path, adapters: str | None) -> None:
     what = f"has {ADAPTER_CONFIG} next to the weights, and transformers adds such adapters to the model"
     remedy = f", or move {ADAPTER_CONFIG} away"
     if not any((path / name).exists() for name in (SINGLE, INDEX)):
-        model = read_json(file).get("base_model_name_or_path") or "MODEL"
-        what = f"holds peft's adapters of the model {model!s:.200}, and no model"
+        named = read_json(file).get("base_model_name_or_path")
+        model = named or "MODEL"
+        what = f"holds peft's adapters of the model {named!s:.200}, and no model"
+        if not named:
+            what = f"holds peft's adapters, whose {ADAPTER_CONFIG} names no model, and no model"
         remedy = ""
     raise ValueError(
         f"{what}: pass fugaku-megatron convert --from-hf {model!s:.200} --from-peft {path} --merge "

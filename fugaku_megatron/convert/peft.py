@@ -28,8 +28,8 @@ from ..config.lora import MATRICES, LoraConfig
 from ..config.model import ModelConfig
 from ..nn.adapters import expanded, row_mask
 from ..text.named_files import JsonObject, about
-from .architectures import TEXT_OF, Architecture
-from .config_json import architecture_of, carried_config
+from .architectures import Architecture
+from .config_json import architecture_of, carried_config, has_text_config
 from .hugging_face import TOWER
 from .tensor_directory import ADAPTER_CONFIG as CONFIG
 from .tensor_directory import TensorDirectory, header, read_json, write_json
@@ -174,7 +174,7 @@ def save_peft(weights: Weights, directory: Path) -> None:
             "--to-peft writes adapters, and --load holds a whole model: pass a checkpoint of --lora-rank"
         )
     carried = carried_config(weights.carried)
-    wrapped = carried.get("model_type") in TEXT_OF
+    wrapped = has_text_config(carried)
     architecture = _architecture(weights, WRAPPED[0] if wrapped else None)
     tensors: dict[str, Tensor] = {}
     targets = set()

@@ -563,6 +563,7 @@ BAD_CONFIGS = [
         "opt",
         "config.json: model_type is 'opt': it can be gpt2, llama, mistral, qwen2, ",
     ),
+    ("gpt2", "model_type", ["gpt2"], "config.json: model_type is ['gpt2']: it can be gpt2, llama"),
     (
         "gpt2",
         "model_type",
