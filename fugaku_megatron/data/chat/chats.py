@@ -1,4 +1,4 @@
-"""Chats of JSON lines: messages, or prompt and completion."""
+"""Chats of JSON lines: messages, or prompt and completion, or what `record_forms` converts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ...text.named_files import JsonObject, about
 from ...tokenizers.utf8 import clean
 from ..input.documents import Document, read_record
 from ..input.tables import CHAT
+from .record_forms import converted
 
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
@@ -26,7 +27,8 @@ WEIGHTS = ("weight", "train", "loss", "training", "trainable")
 MANY_FIELDS = 20  # that a note names
 REASON = 200  # characters of a template's own message that are shown
 LOOKS = (
-    'pass {"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...}'
+    'pass {"messages": [{"role": ..., "content": ...}, ...]}, {"prompt": ..., "completion": ...}, '
+    '{"conversations": [{"from": "human", "value": ...}, ...]} or {"instruction": ..., "output": ...}'
 )
 # Arguments of transformers' apply_chat_template that are not variables of a template.
 OUR_OPTIONS = {
@@ -86,8 +88,8 @@ def chat_of(record: JsonObject, where: str) -> Chat:
                 raise ValueError(
                     f"{key} is {record[key]!r}, and every chat is trained: leave the chat out, or {key}"
                 )
-        chat = _read(record, where)
-    return replace(chat, unread=frozenset(record.keys() - set(CHAT.names)))
+        record, unread = converted(record)
+        return replace(_read(record, where), unread=unread)
 
 
 def _read(record: JsonObject, where: str) -> Chat:

@@ -28,8 +28,15 @@ class Columns(NamedTuple):
 
 
 TEXT = Columns()
-# what chats.py reads of a line
-CHAT = Columns(("messages", "prompt", "completion", "tools", "chat_template_kwargs"), needed=False)
+# what chats.py and record_forms.py read of a line
+CHAT = Columns(
+    (
+        *("messages", "prompt", "completion", "tools", "chat_template_kwargs"),
+        *("conversations", "instruction", "input", "output", "history", "system"),
+        *("images", "videos", "audios"),
+    ),
+    needed=False,
+)
 
 
 def chat_note(names: Collection[str]) -> str:
@@ -115,7 +122,7 @@ def choose_columns(path: str, schema: Any, columns: Columns) -> list[str]:
         names = [name for name in columns.names if name in schema.names]
         if not names:
             raise ValueError(
-                f"--input {path}: has no column messages, or prompt and completion; {known}"
+                f"--input {path}: has no column messages, prompt and completion, conversations, or instruction and output; {known}"
             )
         return names
     for name in columns.names:
