@@ -144,13 +144,6 @@ def largest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def flip_bit(path: Path, position: int = -1, bit: int = 0) -> None:
-    """Change one bit in a file."""
-    content = bytearray(path.read_bytes())
-    content[position] ^= 1 << bit
-    path.write_bytes(content)
-
-
 def small_run(**changes: Any) -> RunConfig:
     """Return the small model's run with other values."""
     return make_run(None, {**SMALL, **changes})

@@ -20,7 +20,8 @@ from fugaku_megatron.checkpoint.manifest import (
 )
 from fugaku_megatron.checkpoint.save import check_replaces, check_writable
 from fugaku_megatron.checkpoint.shards import Shard
-from tests.helpers import flip_bit, largest_file, load_checkpoint, one_error, save_checkpoint
+from tests.fault_injection import flip_file_bit
+from tests.helpers import largest_file, load_checkpoint, one_error, save_checkpoint
 from tests.threads import ThreadWorld
 
 WORLD = 4
@@ -428,7 +429,7 @@ def _truncate(path):
     "damage, problem",
     [
         (_truncate, "rank_00001.safetensors has 100 bytes, the manifest says "),
-        (flip_bit, "rank_00001.safetensors has CRC-32 "),
+        (flip_file_bit, "rank_00001.safetensors has CRC-32 "),
         (Path.unlink, "rank_00001.safetensors is missing"),
     ],
 )

@@ -13,7 +13,8 @@ from fugaku_megatron.checkpoint.manifest import FORMAT, MANIFEST, TRACKER, Descr
 from fugaku_megatron.checkpoint.schema import BLOCK_BYTES, checksum
 from fugaku_megatron.checkpoint.shards import Shard
 from fugaku_megatron.cli import program
-from tests.helpers import flip_bit, save_checkpoint
+from tests.fault_injection import flip_file_bit
+from tests.helpers import save_checkpoint
 from tests.threads import ThreadWorld
 
 RANKS, NUMEL = 3, 700_000  # 2.7 MiB: three blocks
@@ -68,7 +69,7 @@ def test_checkpoints_in_folders(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(load_module, "FOLDER_FILES", 2)
     path = save(tmp_path)
     assert check(tmp_path, capsys)[0] == 0
-    flip_bit(path / "ranks_000002" / "rank_00002.safetensors", -1)
+    flip_file_bit(path / "ranks_000002" / "rank_00002.safetensors", -1)
     assert check(tmp_path, capsys)[1][0].startswith(
         f"{path}/ranks_000002/rank_00002.safetensors is damaged in its bytes "
     )
@@ -85,7 +86,7 @@ def test_checkpoints_in_folders(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("position", [0, 500, BLOCK_BYTES + 1, -1])
 def test_a_flipped_bit_anywhere_is_found(position, tmp_path, capsys):
     path = save(tmp_path) / "rank_00001.safetensors"
-    flip_bit(path, position, 4)
+    flip_file_bit(path, position, 4)
     code, (line, summary, count), _ = check(tmp_path, capsys)
     block = position % path.stat().st_size // BLOCK_BYTES
     end = min((block + 1) * BLOCK_BYTES, path.stat().st_size)
@@ -99,7 +100,7 @@ def test_a_flipped_bit_anywhere_is_found(position, tmp_path, capsys):
 def test_damages_of_several_files_are_a_line_each(tmp_path, capsys):
     path = save(tmp_path)
     for position in (BLOCK_BYTES, 2 * BLOCK_BYTES):  # neighbours: one line
-        flip_bit(path / "rank_00000.safetensors", position)
+        flip_file_bit(path / "rank_00000.safetensors", position)
     os.truncate(path / "rank_00001.safetensors", 99)
     (path / "rank_00002.safetensors").unlink()
     code, lines, _ = check(tmp_path, capsys)
@@ -155,7 +156,7 @@ def test_files_from_before_blocks_had_checksums(tmp_path, capsys):
         ],
     )
     assert check(tmp_path, capsys)[0] == 0
-    flip_bit(path / "rank_00002.safetensors", -5)
+    flip_file_bit(path / "rank_00002.safetensors", -5)
     assert check(tmp_path, capsys)[1][0].startswith(f"{path}/rank_00002.safetensors has CRC-32 ")
 
 

@@ -11,35 +11,17 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.host import kernels
 from fugaku_megatron.host.observed import Observed
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.observe.abft import ALL, KERNELS, REPEATED, Checksums, compare
+from fugaku_megatron.observe.abft import ALL, REPEATED, Checksums, compare
 from fugaku_megatron.run.kernel_choice import checked_matmuls
 from fugaku_megatron.run.loop import Session
 from fugaku_megatron.start.exit_codes import ExitCode
 from tests.checks.session import Writer
+from tests.fault_injection import flipped_kernels, matmul_result
 from tests.helpers import DROPOUT, PP2, TP2, make_trainer, small_run, train
 from tests.llama_models import FAMILIES
 from tests.threads import ThreadWorld
 
 ROUTED = {"num_experts": 4, "moe_router_topk": 2, "swiglu": True, "disable_bias_linear": True}
-MATMULS = tuple(name for name in KERNELS if not name.startswith("grouped_"))
-GROUPED = tuple(name for name in KERNELS if name.startswith("grouped_"))
-RESULTS = {**dict.fromkeys(MATMULS, 2), **dict.fromkeys(GROUPED, 3)}  # arguments
-
-
-def flipped(kernel: str, call: int, bit: int, repeated: bool = False) -> Observed:
-    """Return the kernels; one flips a bit of its result's element [1, 2] in its `call`-th call, and in the next if `repeated`."""
-    calls = []
-
-    def observe(name, function, args, kwargs):
-        function(*args, **kwargs)
-        calls.append(name)
-        if len(calls) - 1 in (call, call + repeated):
-            result = args[RESULTS[name]]
-            if name == MATMULS[0] and len(args) > 5 and args[5] is not None:
-                result = args[5]  # what comes before a GELU
-            result.data.view(torch.int32).view(-1, result.shape[-1])[1, 2] ^= 1 << bit
-
-    return Observed(kernels, (kernel,), observe)
 
 
 def checked(
@@ -169,24 +151,24 @@ def test_right_matmuls_of_several_ranks_pass(layout):
 def test_a_wrong_matmul_is_named(model, kernel, call, named):
     changes = ROUTED if model == "experts" else FAMILIES.get(model, {})
     run = small_run(**{**changes, "num_layers": 1})
-    reports, losses = checked(SoloComm(), run, flipped(kernel, call, 29))
+    reports, losses = checked(SoloComm(), run, flipped_kernels(kernel, call, 29))
     assert re.match(
         rf"rank 0 \(node .*, cores? [0-9,-]+\), {re.escape(named)}: (expert 0 .*)?row 1 sums to ",
         reports[0],
     ), reports
     assert reports[0].endswith(
         "; it is part of the gradient now"
-        if kernel.endswith(MATMULS[2])
+        if kernel.endswith("linear_weight_gradient")
         else "; computed again it is correct"
     )
     assert reports[1] is None
     same = losses == [step.loss for step in train(SoloComm(), run, 2)]
-    assert same or kernel.endswith(MATMULS[2]), "the second result stays"
+    assert same or kernel.endswith("linear_weight_gradient"), "the second result stays"
 
 
 def test_a_matmul_that_is_wrong_again():
     reports, _ = checked(
-        SoloComm(), small_run(num_layers=1), flipped("linear_forward", 1, 30, repeated=True)
+        SoloComm(), small_run(num_layers=1), flipped_kernels("linear_forward", 1, 30, repeated=True)
     )
     assert reports[0].endswith("; computed again it is wrong")
 
@@ -196,7 +178,11 @@ def test_only_chosen_layers_are_checked():
     calls = {layer: 4 * layer + 2 for layer in range(3)}  # the first micro-batch's fc1
     for layer, call in calls.items():
         reports, _ = checked(
-            SoloComm(), run, flipped("linear_forward", call, 29), layers=("1",), iterations=1
+            SoloComm(),
+            run,
+            flipped_kernels("linear_forward", call, 29),
+            layers=("1",),
+            iterations=1,
         )
         assert (reports[0] is not None) == (layer == 1)
 
@@ -206,7 +192,7 @@ def test_the_rank_is_named():
         return checked(
             world,
             small_run(num_layers=1),
-            flipped("linear_forward", 3, 30) if world.rank == 1 else kernels,
+            flipped_kernels("linear_forward", 3, 30) if world.rank == 1 else kernels,
         )[0]
 
     reports = ThreadWorld(2).run(rank)
@@ -242,7 +228,7 @@ def test_the_session_tells_it():
     trainer = make_trainer(
         SoloComm(),
         small_run(num_layers=1, train_iters=3),
-        Ops.build(kernels=checksums.observe(flipped("linear_forward", 41, 29))),
+        Ops.build(kernels=checksums.observe(flipped_kernels("linear_forward", 41, 29))),
     )
     checksums.watch(trainer.optimizer.flat)
     Session(trainer, log, 3, (), checksums=checksums).run()
@@ -260,7 +246,7 @@ def broken(kernel: str, since: int = 0, correct_again: bool = False) -> Observed
         function(*args, **kwargs)
         calls.append(name)
         if len(calls) > since and not (correct_again and len(calls) % 7):
-            args[RESULTS[name]].data.view(-1)[3] += 1e3
+            matmul_result(name, args).data.view(-1)[3] += 1e3
 
     return Observed(kernels, (kernel,), observe)
 
@@ -312,8 +298,8 @@ def test_a_core_that_is_wrong_again_and_again_ends_the_run(
 
 
 def test_two_wrong_iterations_do_not_end_a_run(tmp_path):
-    one = flipped("linear_forward", 2, 29)
-    other = flipped("linear_data_gradient", 40, 29)
+    one = flipped_kernels("linear_forward", 2, 29)
+    other = flipped_kernels("linear_data_gradient", 40, 29)
     library = Observed(one, ("linear_data_gradient",), other._observe)
     assert broken_session(tmp_path, library)[0] == 0
 

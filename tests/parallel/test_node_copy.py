@@ -10,7 +10,8 @@ from fugaku_megatron.checkpoint import node_copy
 from fugaku_megatron.checkpoint.manifest import TRACKER, latest_iteration, list_iterations
 from fugaku_megatron.run.resume import resume_training
 from tests.checks.session import session
-from tests.helpers import find_checkpoint, flip_bit, largest_file, small_run
+from tests.fault_injection import flip_file_bit
+from tests.helpers import find_checkpoint, largest_file, small_run
 from tests.threads import ThreadWorld
 
 RANKS = 4
@@ -161,7 +162,7 @@ def test_copies_of_another_run_are_left_alone(newer):
 
 def test_a_flipped_bit_in_a_copy_is_one_line_with_a_remedy(newer):
     path = copy_of(newer, 1) / "rank_00001.safetensors"
-    flip_bit(path, -3, 1)
+    flip_file_bit(path, -3, 1)
     with pytest.raises(ValueError) as caught:
         run(newer, 5)
     message = str(caught.value)
@@ -194,7 +195,7 @@ def test_a_copy_that_changed_on_its_disk_does_not_reach_the_shared_directory(tmp
 
     def damaged(source, entry, path):
         if source.name == "rank_00002.safetensors":
-            flip_bit(source)
+            flip_file_bit(source)
         copy(source, entry, path)
 
     monkeypatch.setattr(node_copy, "copy_verified", damaged)

@@ -14,7 +14,6 @@ from fugaku_megatron.checkpoint import trusted
 from fugaku_megatron.checkpoint.load import open_checkpoint
 from fugaku_megatron.checkpoint.manifest import latest_iteration, list_iterations, read_head
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.run.loop import Session
 from fugaku_megatron.start.exit_codes import ExitCode
 from fugaku_megatron.training.replicas import (
@@ -23,12 +22,12 @@ from fugaku_megatron.training.replicas import (
     comparison_line,
     content_hash,
 )
-from fugaku_megatron.training.trainer import Trainer
 from tests.checks.moments import EIGHT
 from tests.checks.session import Writer
+from tests.fault_injection import change_after, flip_bit
 from tests.helpers import (
+    build_trainer,
     find_checkpoint,
-    grid_groups,
     make_trainer,
     mock,
     one_error,
@@ -53,8 +52,8 @@ def compared(world, run, flips) -> str | None:
     if world.rank in flips:
         layer, bit = flips[world.rank]
         trainer.optimizer.buckets.await_weights()
-        weight = trainer.stage.layers[layer].self_attention.linear_qkv.weight.data.view(-1)
-        weight.view(torch.int16)[11] ^= 1 << bit
+        weight = trainer.stage.layers[layer].self_attention.linear_qkv.weight.data
+        flip_bit(weight.view(torch.int16), 11, bit)
     found = trainer.find_difference()
     trainer.close()
     return None if found is None else found.text
@@ -186,18 +185,12 @@ def test_a_flip_in_anything_that_is_held_twice(layout, kind, at, named, tmp_path
             trainer.train_step()
             trainer.optimizer.buckets.await_weights()
             if world.rank == at:
-                flip(tensors(trainer)[kind])
+                flip_bit(tensors(trainer)[kind], 3, bit=5)
             trainer.save(str(tmp_path))
 
     with pytest.raises(ReplicasDiffer, match=named):
         run_layout(layout, rank, {"num_layers": 2})
     assert list_iterations(tmp_path) == []
-
-
-def flip(tensor, element=3, bit=5):
-    """Flip one bit."""
-    words = {4: torch.int32, 2: torch.int16, 1: torch.int8}[tensor.element_size()]
-    tensor.detach().view(-1).view(words)[element] ^= 1 << bit
 
 
 def test_one_rank_has_no_replicas_and_every_bit_counts():
@@ -210,30 +203,21 @@ def test_one_rank_has_no_replicas_and_every_bit_counts():
             assert content_hash(x.clone()) == before, "whatever its place in memory"
             for element in {0, numel // 2, numel - 1}:
                 for bit in (0, 6):
-                    flip(x, element, bit)
+                    flip_bit(x, element, bit)
                     assert content_hash(x) != before
-                    flip(x, element, bit)
+                    flip_bit(x, element, bit)
             assert content_hash(x) == before
 
 
-class Flipping(Trainer):
-    """A trainer that flips a bit in the last rank's weights after iteration `at`."""
-
-    at = 0
-
-    def train_step(self):
-        result = super().train_step()
-        if self.progress.iteration == self.at and self.world.rank == self.world.size - 1:
-            flip(self.stage.layers[0].mlp.linear_fc2.weight.data)
-        return result
-
-
 def session(world, at, **changes):
+    """Return a session in which a bit flips in the last rank's weights after iteration `at`."""
     run = small_run(**{"num_layers": 2, "train_iters": 6, **changes})
-    trainer = Flipping(
-        run, Layout.from_run(run, world.size), world, grid_groups(world, run), mock(run)
+    trainer = build_trainer(run, world, mock(run))
+    change_after(
+        trainer,
+        at,
+        lambda trainer: flip_bit(trainer.stage.layers[0].mlp.linear_fc2.weight, 3, bit=5),
     )
-    trainer.at = at
     return Session(
         trainer,
         Writer(),

@@ -17,7 +17,7 @@ from fugaku_megatron.data.input.documents import read_documents
 from fugaku_megatron.data.input.input_files import input_files
 from fugaku_megatron.data.input.tables import CHAT, Columns
 from fugaku_megatron.data.preprocessing import document_order, encoder, unfinished
-from tests.helpers import flip_bit
+from tests.fault_injection import flip_file_bit
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -408,7 +408,7 @@ def test_a_flipped_bit_of_a_compressed_file_is_found(tmp_path, run):
     write_all_forms(tmp_path, texts(90))
     for name in ("members.jsonl.gz", "frames.jsonl.zst"):
         middle = (tmp_path / name).stat().st_size // 2
-        flip_bit(tmp_path / name, middle, 6)
+        flip_file_bit(tmp_path / name, middle, 6)
         (error,) = run(name, code=2)
         assert f"--input {name}: was cut off or is damaged" in error or f"{name}:" in error
 

@@ -11,14 +11,13 @@ import torch
 
 from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.comm.job import run_or_abort
-from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.host import observed
 from fugaku_megatron.host.observed import Observed, Phases, observe_groups
 from fugaku_megatron.observe.stragglers import RankTimes
 from fugaku_megatron.run.loop import Session
 from fugaku_megatron.training import trainer as trainer_module
-from fugaku_megatron.training.trainer import IterationResult, Trainer
 from tests.checks.session import Writer
+from tests.fault_injection import change_after, flip_weight
 from tests.helpers import build_trainer, grid_groups, mock, small_run
 
 RANK = 2
@@ -28,7 +27,7 @@ INTERVAL = 10
 INTERVALS = 2
 ITERATION = 5
 COMPARED = 3
-BIT = 1 << 20
+BIT = 20
 
 
 class Clock:
@@ -51,16 +50,6 @@ class Clock:
         return call
 
 
-class FlippedBit(Trainer):
-    """A trainer with a flipped weight bit after ITERATION."""
-
-    def train_step(self) -> IterationResult:
-        result = super().train_step()
-        if (self.progress.iteration, self.world.rank) == (ITERATION, RANK):
-            self.stage.layers[1].mlp.linear_fc2.weight.data.view(torch.int32)[7, 5] ^= BIT
-        return result
-
-
 def flip(world: Comm, log: Writer) -> None:
     """A data-parallel run that compares weights every COMPARED iterations."""
     run = small_run(
@@ -69,14 +58,14 @@ def flip(world: Comm, log: Writer) -> None:
         train_iters=9,
         check_weight_hash_across_dp_replicas_interval=COMPARED,
     )
-    Session(
-        FlippedBit(
-            run, Layout.from_run(run, world.size), world, grid_groups(world, run), mock(run)
-        ),
-        log,
-        run.training.train_iters,
-        (),
-    ).run()
+    trainer = build_trainer(run, world, mock(run))
+    change_after(
+        trainer,
+        ITERATION,
+        lambda trainer: flip_weight(trainer, "decoder.layers.1.mlp.linear_fc2.weight", 7, BIT),
+        rank=RANK,
+    )
+    Session(trainer, log, run.training.train_iters, ()).run()
 
 
 def slow(world: Comm, log: Writer, file: str) -> None:
@@ -90,6 +79,7 @@ def slow(world: Comm, log: Writer, file: str) -> None:
         log_ranks=file,
     )
     phases = Phases()
+    log.log_interval = INTERVAL
     groups = grid_groups(world, run)
     observed.time = trainer_module.time = clock = Clock()
 
