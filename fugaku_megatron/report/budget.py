@@ -14,16 +14,20 @@ SHARES = {
     "storage": 6,
 }  # of the time
 NAMES = tuple(SHARES)
+ALWAYS = ("host", "kernels")  # measured without time left, because the others depend on them
 ENDING = 0.03  # share of the time that stays for what no section counts
+STARTED = time.monotonic()  # when this process began, but for Python's own start
 
 
 class Budget:
-    """minutes: for all sections"""
+    """minutes: for all sections; spent: seconds before now that count"""
 
-    def __init__(self, minutes: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, minutes: float, clock: Callable[[], float] = time.monotonic, spent: float = 0.0
+    ) -> None:
         self._clock = clock
         self.minutes = minutes
-        self.begin = clock()
+        self.begin = clock() - spent
 
     @property
     def used(self) -> float:

@@ -24,7 +24,7 @@ from ..planner import machine, software
 from ..planner.cost import Network
 from ..text.named_files import JsonObject
 from .context import Context
-from .kernel_rates import affordable, measure_rates
+from .kernel_rates import affordable_sizes, measure_rates
 
 VERBS = ("all_reduce", "all_gather", "reduce_scatter")
 
@@ -58,26 +58,26 @@ def describe_machine(context: Context, network: NetworkRates) -> JsonObject:
     scale = context.scale
     fma = context.compute["fma_gflops"]
     call_us, iteration_s = host_kernels.step_overhead()
+    length = scale.lengths[1] if context.left > context.seconds / 2 else scale.lengths[0]
     own = Compute(
         **context.compute,
         call_us=call_us,
         iteration_s=iteration_s,
-        dropout_flops=host_kernels.dropout_flops(scale.lengths[1], fma),
+        dropout_flops=host_kernels.dropout_flops(length, fma),
         bf16x3=host_kernels.bf16x3_share(),
     )
     here = context.nodes.ranks.all_gather_object(own)
     threads = sum(rank.threads for rank in here)
-    points = own.gemm[machine.FP32]
-    rate = 2 * points[-1][1]  # `affordable` expects half of a peak
-    sizes = context.agreed(
-        affordable([n for n, _ in points], scale.cold_bytes, rate, context.left / 3)
-    )
+    seconds = context.left
+
+    def of_team() -> calibrate.Rates:
+        sizes = affordable_sizes(scale, seconds)
+        return calibrate.measure_gemm(sizes, scale.cold_bytes) if len(sizes) > 1 else {}
+
     team: calibrate.Rates = {}
     # Pinned threads would share one core.
     if context.agreed(threads > own.threads and not context.pinned):
-        team = calibrate.measure_team(
-            context.world, threads, lambda: calibrate.measure_gemm(sizes, scale.cold_bytes)
-        )
+        team = calibrate.measure_team(context.world, threads, of_team)
     data = None
     if context.world.rank == 0:
         name = measured_name(threads)

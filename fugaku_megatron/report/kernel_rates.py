@@ -8,6 +8,7 @@ beyond the caches.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from ..host.machine import clock_ghz, fma_peak_gflops, triad_gbs
 from ..host.timing import best_seconds
 from ..planner import machine
 from ..text.named_files import JsonObject
-from .context import SHRUNK, SHRUNK_GFLOPS, Context, Sizes
+from .context import SHRUNK, SHRUNK_GFLOPS, Context, Scale, Sizes
 
 EPSILON = 1e-5  # of norms
 DROPOUT = (0.1, 1, 2, 0)  # p, seed, stream, first sample
@@ -200,10 +201,14 @@ def compared(sizes: Sizes | None = None) -> list[JsonObject]:
     return rows
 
 
-def elementwise_rates(sizes: Sizes, triad_gbs: float, rounds: int) -> list[JsonObject]:
-    """Measure GB/s of memory-bound FP32 kernels, and their share of the triad."""
-    rows = []
+def elementwise_rates(
+    sizes: Sizes, triad_gbs: float, rounds: int, has_time: Callable[[], bool] = lambda: True
+) -> list[JsonObject]:
+    """Measure GB/s of memory-bound FP32 kernels, at least of the first, and their share of the triad."""
+    rows: list[JsonObject] = []
     for name in ELEMENTWISE:
+        if rows and not has_time():
+            break
         given = arguments(name, torch.float32, sizes)
         call = getattr(kernels, name)
         seconds = best_seconds([partial(call, *given)], rounds)
@@ -218,6 +223,7 @@ MATMULS = {
     machine.INT8: "gemm_int8",
 }  # names in a report
 MATMUL_ROUNDS = 4  # of host_kernels.gemm_gflops, the first of which warms up
+NEXT_LENGTH = 4  # times the attention of a length, for the next one, which is twice as long
 
 
 def kernel_section(context: Context) -> JsonObject:
@@ -267,12 +273,13 @@ def measure_rates(context: Context) -> JsonObject:
     fma = max(probe, fma_peak_gflops(1 + scale.rounds, steps))
     clock = clock_ghz(25 * steps)
     triad = triad_gbs(scale.triad)
-    sizes = context.agreed(affordable(scale.sizes, scale.cold_bytes, fma, context.left / 3))
     attention = []
     for s in scale.lengths:
+        begin = context.left
         attention.append((s, *host_kernels.attention_gflops(s)))
-        if context.left < 0:
+        if context.left / 2 < NEXT_LENGTH * (begin - context.left):
             break
+    sizes = context.agreed(affordable_sizes(scale, context.left, least=2))
     context.compute = {
         "threads": threads,
         "clock_ghz": clock,
@@ -284,17 +291,28 @@ def measure_rates(context: Context) -> JsonObject:
         "attention": tuple(attention),
         "elementwise_gbs": host_kernels.elementwise_gbs(scale.elements),
     }
-    rows = elementwise_rates(scale.elementwise, triad, scale.rounds)
+    rows = elementwise_rates(scale.elementwise, triad, scale.rounds, lambda: context.left > 0)
     return {**context.compute, "elementwise": rows, "shrunk": scale is SHRUNK}
 
 
-def affordable(
-    sizes: Sequence[int], cold_bytes: int, gflops: float, seconds: float
-) -> Sequence[int]:
-    """Return the smallest matmul sizes that the time allows at half of the peak; at least two."""
+def affordable_sizes(scale: Scale, seconds: float, least: int = 0) -> Sequence[int]:
+    """Return the smallest matmul sizes, at least `least`, that fit into half of the time in all precisions.
+
+    Matmuls with their operands are timed by the clock here, so that other processes and waiting threads count.
+    """
+    probed = scale.sizes[len(scale.sizes) // 2]
+    call = matmul_seconds(scale.sizes[0])
+    flop_seconds = matmul_seconds(probed) / (2 * probed**3)
     taken = 0
     spent = 0.0
-    for n in sizes:
-        spent += MATMUL_ROUNDS * max(3, cold_bytes // (12 * n * n)) * 2 * n**3 / (gflops / 2 * 1e9)
-        taken += spent < seconds
-    return sizes[: max(2, taken)]
+    for n in scale.sizes:
+        calls = len(MATMULS) * MATMUL_ROUNDS * max(3, scale.cold_bytes // (12 * n * n))
+        spent += calls * max(call, 2 * n**3 * flop_seconds)
+        taken += spent < seconds / 2
+    return scale.sizes[: max(least, taken)]
+
+
+def matmul_seconds(n: int) -> float:
+    begin = time.perf_counter()
+    host_kernels.gemm_gflops(n, 1)
+    return (time.perf_counter() - begin) / (3 * MATMUL_ROUNDS)

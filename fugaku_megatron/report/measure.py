@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from ..text.named_files import JsonObject
 from . import record
-from .budget import NAMES, Budget
+from .budget import ALWAYS, NAMES, STARTED, Budget
 from .findings import findings
 from .hours import hours
 from .page import page
@@ -45,7 +46,7 @@ def sections() -> dict[str, Callable[[Context], JsonObject]]:
 
 def measure(world: Comm, args: argparse.Namespace) -> None:
     """Measure and write section by section. Collective."""
-    budget = Budget(args.minutes)
+    budget = Budget(args.minutes, spent=args.spent + time.monotonic() - STARTED)
     report = None
     if world.rank == 0:
         report = record.Record(args.output, budget, {".html": page, ".txt": text}, args.with_names)
@@ -54,6 +55,10 @@ def measure(world: Comm, args: argparse.Namespace) -> None:
     context = make_context(world, args)
     chosen = [name for name in NAMES if name in (args.only or NAMES)]
     for number, name in enumerate(chosen):
+        if context.agreed(name not in ALWAYS and budget.left <= 0):
+            if report:
+                report.data["left_out"] = chosen[number:]
+            break
         result = one_section(context, budget, chosen, number)
         if report:
             found = report.data["sections"]
@@ -94,8 +99,6 @@ def make_context(world: Comm, args: argparse.Namespace) -> Context:
 
 def one_section(context: Context, budget: Budget, chosen: list[str], number: int) -> JsonObject:
     """Measure a section within its time, which rank 0 decides. Collective."""
-    import time
-
     name = chosen[number]
     following = tuple(chosen[number + 1 :])
     context.seconds = context.agreed(budget.of(name, following))

@@ -65,6 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print two reports next to each other, and measure nothing",
     )
     parser.add_argument("--shrunk", action="store_true", help=argparse.SUPPRESS)  # shapes for tests
+    # seconds of --minutes until the ranks were started
+    parser.add_argument("--spent", type=float, default=0.0, help=argparse.SUPPRESS)
 
 
 def check_arguments(args: argparse.Namespace) -> None:

@@ -7,10 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from ..config.fields import check
 from . import record
+from .budget import STARTED
 
 MOST_RANKS_ALONE = 4  # that are started where a node has one NUMA domain
 GIB_OF_RANK = 4.0  # memory that a rank should find
@@ -88,7 +90,8 @@ def launcher_options(mpiexec: str) -> list[str]:
 
 
 def words(args: argparse.Namespace) -> list[str]:
-    line = ["--output", str(args.output), "--minutes", str(args.minutes)]
+    spent = time.monotonic() - STARTED
+    line = ["--output", str(args.output), "--minutes", str(args.minutes), "--spent", f"{spent:.1f}"]
     if args.only:
         line += ["--only", *args.only]
     if args.save:

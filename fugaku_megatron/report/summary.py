@@ -38,6 +38,8 @@ def heading(data: JsonObject) -> str:
     state = "complete" if data["complete"] else f"PARTIAL, {data['ended']}"
     shrunk = data["sections"].get("kernels", {}).get("shrunk")
     line = f"fugaku-megatron report, version {data['program']}, {data['date']}: {state} after {clock(data['seconds'])}"
+    if left_out := data.get("left_out"):
+        line += f"; no time left within --minutes for {', '.join(left_out)}"
     if shrunk:
         line += "; SHRUNK SHAPES, whose rates are not this machine's"
     return line

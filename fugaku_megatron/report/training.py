@@ -42,6 +42,7 @@ PLAIN = {
 }
 USABLE = 0.7  # share of the free memory that a measurement may take
 MOST_ROUNDS = 5
+LEAST_STEPS = 2  # that must fit into the time: the first one warms up
 MOST_MICRO_BATCHES = 4
 
 
@@ -114,10 +115,11 @@ def training_section(context: Context) -> JsonObject:
             },
         )
         seconds = context.agreed(context.left / (len(counts) - index))
+        step = model_flops(run, micro_batches) / context.training_flops
         fits = context.agreed(
             rank_bytes(run, count) * min(count, context.nodes.ranks.size) < USABLE * context.free
         )
-        if not fits or seconds <= 0:
+        if not fits or context.agreed(seconds < LEAST_STEPS * step):
             rows.append({"ranks": count, "left_out": "memory" if not fits else "time"})
             continue
         comm = world.split(int(world.rank < count), world.rank)
@@ -137,7 +139,7 @@ def affordable_batches(context: Context, counts: int) -> int:
         "124m", {**PLAIN, "vocab_size": 50257, **context.scale.model, "global_batch_size": 1}
     )
     step = model_flops(run, 1) / context.training_flops
-    return max(1, min(MOST_MICRO_BATCHES, int(context.seconds / counts / 2 / step)))
+    return max(1, min(MOST_MICRO_BATCHES, int(context.seconds / counts / LEAST_STEPS / step)))
 
 
 def step_row(context: Context, run: RunConfig, comm: Comm, seconds: float) -> JsonObject:

@@ -8,7 +8,9 @@ import json
 import os
 import platform
 import re
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,13 +32,14 @@ from fugaku_megatron.report import (
     findings,
     hours,
     kernel_rates,
+    measure,
     page,
     record,
     storage,
     summary,
     training,
 )
-from fugaku_megatron.report.budget import Budget
+from fugaku_megatron.report.budget import NAMES, Budget
 from fugaku_megatron.report.private_words import without_names
 from tests.checks.calibration import rank as calibrated_rank
 from tests.file_damage import changed
@@ -382,6 +385,58 @@ def test_the_time_of_a_section_is_its_share_of_what_is_left():
     assert budget.of("storage", ()) == pytest.approx(282)
     now[0] = 900.0
     assert budget.of("storage", ()) == 0.0
+
+
+def test_sections_without_time_are_left_out_and_named(tmp_path, monkeypatch, capsys):
+    """Measure with a section of kernels that takes longer than the whole report may."""
+    now = [0.0]
+    took = {"host": 1.0, "kernels": 70.0, "communication": 20.0}
+
+    def section(name, _):
+        now[0] += took[name]
+        return HEALTHY[name]
+
+    alone = context.Context(
+        world=SoloComm(), nodes=find_nodes(SoloComm()), scale=context.SHRUNK, energy=Counters("")
+    )
+    monkeypatch.setattr(
+        measure, "sections", lambda: {name: partial(section, name) for name in NAMES}
+    )
+    monkeypatch.setattr(measure, "make_context", lambda world, args: alone)
+    monkeypatch.setattr(measure, "end_with_signal", lambda report: None)
+    monkeypatch.setattr(
+        measure, "Budget", lambda minutes, spent: Budget(minutes, lambda: now[0], 2.0)
+    )
+    args = SimpleNamespace(
+        output=tmp_path / "r.json", minutes=1.5, only=None, with_names=False, spent=0.0
+    )
+    measure.measure(SoloComm(), args)
+    data = json.loads((tmp_path / "r.json").read_text())
+    assert list(data["sections"]) == list(took) and data["left_out"] == list(NAMES[3:])
+    out = capsys.readouterr().out
+    assert "after 1:33; no time left within --minutes for training, layers, storage" in out
+
+
+def test_matmul_sizes_fit_into_the_time_by_the_clock(monkeypatch):
+    """Time matmuls of a machine whose threads wait 10 ms at every call."""
+    monkeypatch.setattr(kernel_rates, "matmul_seconds", lambda n: 0.01 + 2 * n**3 / 1e11)
+    sizes = partial(kernel_rates.affordable_sizes, context.Scale())
+    assert [len(sizes(seconds)) for seconds in (1e4, 400.0, 100.0)] == [5, 1, 0]
+    assert len(sizes(100.0, least=2)) == 2
+
+
+def test_training_needs_time_for_two_steps():
+    alone = context.Context(
+        world=SoloComm(),
+        nodes=find_nodes(SoloComm()),
+        scale=context.Scale(),
+        energy=Counters(""),
+        free=1e12,
+        seconds=5.0,
+        compute={"gemm": {machine.FP32: ((512, 1.0),)}},
+    )
+    (row,) = training.training_section(alone)["rows"]
+    assert row == {"ranks": 1, "left_out": "time"}
 
 
 class Tags(html.parser.HTMLParser):
