@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,14 +20,27 @@ from ..comm.grid import Groups
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..nn.ops import Ops
+from ..optim.muon import Muon
 from ..training.trainer import Trainer
 from .compare import Comparison, Difference, Tolerance
-from .points import CHECKPOINT, Point
-from .recorder import Piece, Recorder, assembled, pieces_of
+from .paths import can_lack_paths, lacking_paths
+from .points import CHECKPOINT, LOADED, Point
+from .recorder import LOADING, Piece, Recorder, assembled, pieces_of, scalar, state_of
 from .samples import samples_of
-from .shrink import ITERATIONS, Small, in_fp32, on_one_rank, shrink, with_other_kernels
+from .shrink import (
+    ITERATIONS,
+    SAVED,
+    Small,
+    formats,
+    left_out,
+    on_one_rank,
+    shrink,
+    small_runs,
+    with_other_kernels,
+)
 from .tensor_record import check_against, check_record, read_record, write_record
 
+TRIES = 64  # small runs of which one with every path is sought
 COLUMNS = f"  {'tensors':<30} {'number':>7}  {'error':>8}  {'allowed':>8}  largest error"
 
 
@@ -79,21 +93,43 @@ def check_layout(
     checked = world.rank < small.layout.world_size
     comm = world.split(int(not checked), world.rank)
     report = Report()
+    unchecked = left_out(run, small.run)
     if checked:
-        exact = in_fp32(small.run)
-        report = _compared(Small(exact, small.layout), comm, tools, files)
-        if report.agrees and small.run != exact:
+        small, lacking = _with_most_paths(run, layout, comm, tools)
+        unchecked += lacking
+        for each in formats(small.run):
             lines = report.lines
-            report = _compared(small, comm, tools, files)
+            report = _compared(Small(each, small.layout), comm, tools, files)
+            # The ranks may share one report.
             report = replace(report, lines=lines + report.lines)
+            if not report.agrees:
+                break
     seconds = time.perf_counter() - started
     lines = [
         _title(small, world.size, files),
         *report.lines,
+        *(f"not checked, because the copy has none: {path}" for path in unchecked),
         _result(report, small, seconds, files),
     ]
     shared: Report = world.broadcast_object(replace(report, lines=lines))
     return shared
+
+
+def _with_most_paths(
+    run: RunConfig, layout: Layout, comm: Comm, tools: Tools
+) -> tuple[Small, list[str]]:
+    """Return the first small run in which every rank has every path, or the first one, and the paths that ranks lack. Collective."""
+    first = shrink(run, layout)
+    if not can_lack_paths(run):
+        return first, []
+    lacking: list[str] = []
+    for small in islice(small_runs(run, layout), TRIES):
+        with contextlib.closing(_trainer(small, comm, tools)) as trainer:
+            found = lacking_paths(trainer, comm)
+        if not found:
+            return small, []
+        lacking = lacking or found
+    return first, lacking
 
 
 def _check_files(files: Files) -> None:
@@ -124,9 +160,9 @@ def _result(report: Report, small: Small, seconds: float, files: Files) -> str:
 def _compared(small: Small, comm: Comm, tools: Tools, files: Files) -> Report:
     """Compare one number format. Collective."""
     report = Report()
-    name = "int8" if small.run.system.int8 else small.run.precision.name
+    name = _format(small.run)
     with _shared_folder(comm, files.folder) as directory:
-        pieces = _record(small, comm, tools, directory)
+        pieces, unloadable = _record(small, comm, tools, directory)
         ranks = comm.gather_object(pieces)
         on_root(comm, lambda: _write(files.record, name, ranks or []))
         against = on_root(comm, lambda: _read(files.against, name))
@@ -134,6 +170,8 @@ def _compared(small: Small, comm: Comm, tools: Tools, files: Files) -> Report:
             comparison = Comparison(Tolerance.of(small.run))
             if files.against is None:
                 report.problem = _compare_alone(small, ranks, comparison, tools, directory)
+                if comparison.first is None:
+                    report.problem = report.problem or unloadable
             else:
                 comparison.add(ranks, against)
                 if not comparison.kinds:
@@ -141,9 +179,18 @@ def _compared(small: Small, comm: Comm, tools: Tools, files: Files) -> Report:
                         f"--against {files.against} has no tensor of this run in {name}"
                     )
             report.first = comparison.first
-            report.lines = [f"in {name.upper()}:", COLUMNS, *comparison.rows()]
+            report.lines = [f"in {name.upper().replace('_', ' ')}:", COLUMNS, *comparison.rows()]
         shared: Report = comm.broadcast_object(report)
     return shared
+
+
+def _format(run: RunConfig) -> str:
+    """Return the name of a run's number format in FORMATS."""
+    if run.system.int8:
+        return "int8"
+    if run.precision.name == "fp32" and run.optimizer.exp_avg_dtype == "int8":
+        return "int8_moments"
+    return run.precision.name
 
 
 def _write(directory: Path | None, name: str, ranks: list[list[Piece]]) -> None:
@@ -168,13 +215,18 @@ def _compare_alone(
     with contextlib.closing(
         _trainer(Small(with_other_kernels(run), alone.layout), SoloComm(), tools)
     ) as trainer:
+        if isinstance(trainer.optimizer.matrices, Muon):
+            trainer.optimizer.matrices.update_as(small.layout.tp)
         recorder = Recorder(trainer)
-        recorder.train(ITERATIONS)
-        reference = assembled(recorder.pieces)
-        saved = assembled(_checkpoint_pieces(trainer))
+        recorder.train(SAVED)
+        saved = assembled(_checkpoint_pieces(trainer, CHECKPOINT))
+        loaded = _loaded_pieces(trainer)
+        recorder.train(ITERATIONS - SAVED)
+        reference = assembled([*recorder.pieces, *loaded])
     comparison.add(ranks, reference)
     comparison.check_complete(reference)
-    if comparison.first is None:
+    first = comparison.first
+    if first is None or first.point.order > Point(SAVED, CHECKPOINT, "").order:
         try:
             comparison.add([_loaded(alone, tools, directory)], saved)
         except ValueError as error:
@@ -185,14 +237,22 @@ def _compare_alone(
 def _loaded(alone: Small, tools: Tools, directory: Path) -> list[Piece]:
     with contextlib.closing(_trainer(alone, SoloComm(), tools)) as trainer:
         trainer.load(str(directory))
-        return _checkpoint_pieces(trainer)
+        return _checkpoint_pieces(trainer, CHECKPOINT)
 
 
-def _checkpoint_pieces(trainer: Trainer) -> list[Piece]:
+def _checkpoint_pieces(trainer: Trainer, kind: str) -> list[Piece]:
     pieces: list[Piece] = []
     for shard in trainer.optimizer.checkpoint_shards():
-        pieces += pieces_of(shard, Point(ITERATIONS, CHECKPOINT, shard.key))
+        pieces += pieces_of(shard, Point(SAVED, kind, shard.key), LOADING)
     return pieces
+
+
+def _loaded_pieces(trainer: Trainer) -> list[Piece]:
+    states = [
+        scalar(Point(SAVED, LOADED, name), value, LOADING)
+        for name, value in state_of(trainer).items()
+    ]
+    return states + _checkpoint_pieces(trainer, LOADED)
 
 
 def _trainer(small: Small, world: Comm, tools: Tools) -> Trainer:
@@ -202,13 +262,24 @@ def _trainer(small: Small, world: Comm, tools: Tools) -> Trainer:
     return Trainer(run, layout, world, groups, samples, samples, ops=tools.build_ops(run))
 
 
-def _record(small: Small, comm: Comm, tools: Tools, directory: Path) -> list[Piece]:
-    """Return this rank's tensors of the small run, and save its checkpoint. Collective."""
+def _record(
+    small: Small, comm: Comm, tools: Tools, directory: Path
+) -> tuple[list[Piece], str | None]:
+    """Return this rank's tensors of the small run, saved and continued, or the reason if it does not load. Collective."""
     with contextlib.closing(_trainer(small, comm, tools)) as trainer:
         recorder = Recorder(trainer)
-        recorder.train(ITERATIONS)
+        recorder.train(SAVED)
         trainer.save(str(directory))
-    return recorder.pieces
+    pieces = recorder.pieces
+    with contextlib.closing(_trainer(small, comm, tools)) as trainer:
+        try:
+            trainer.load(str(directory))
+        except ValueError as error:
+            return pieces, f"the checkpoint of the layout does not load on its own ranks: {error}"
+        pieces += _loaded_pieces(trainer)
+        recorder = Recorder(trainer)
+        recorder.train(ITERATIONS - SAVED)
+    return pieces + recorder.pieces, None
 
 
 @contextlib.contextmanager

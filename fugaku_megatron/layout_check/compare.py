@@ -11,7 +11,20 @@ from torch import Tensor
 
 from ..config.run_config import RunConfig
 from ..nn.model import OUTPUT, WORD_EMBEDDINGS
-from .points import CHECKPOINT, FORWARD, GATHERED, KINDS, LOCAL, UPDATE, USED, Point, neighbour
+from .points import (
+    CHECKPOINT,
+    FORWARD,
+    GATHERED,
+    KINDS,
+    LOADED,
+    LOCAL,
+    SCALE,
+    STATE,
+    UPDATE,
+    USED,
+    Point,
+    neighbour,
+)
 from .recorder import Piece
 
 # Largest relative error of one rounding.
@@ -19,7 +32,7 @@ ROUNDOFFS = {"fp32": 2.0**-24, "bf16": 2.0**-9, "fp16": 2.0**-12, "int8": 2.0**-
 FACTOR = 32.0  # of the tolerance over the error of random roundings
 OF_WEIGHTS = 8.0  # of their tolerance, because an update divides by the root of a second moment
 OF_UPDATES = 4.0  # roundings of an update, the difference of two rounded weights, in both runs
-WEIGHTS = (USED, UPDATE, GATHERED, CHECKPOINT)
+WEIGHTS = (USED, UPDATE, GATHERED, CHECKPOINT, LOADED)
 REROUTED = 4.0  # of the tolerance, for tokens that a rounding error sends to another expert
 
 Reference = Mapping[Point, Tensor]
@@ -34,27 +47,41 @@ class Tolerance:
     result is FACTOR (u_sum sqrt(K) + u_operand) sqrt(L).
 
     by_norm: compare Euclidean norms instead of single elements, because a rounding error may route a token to another expert
+    computed: the tolerance if the optimizer stored its state in FP32
     """
 
     value: float
     by_norm: bool
+    computed: float
 
     @staticmethod
     def of(run: RunConfig) -> Tolerance:
         model = run.model
-        names = [run.precision.name, *_stored_formats(run)]
+        names = [run.precision.name]
         if run.system.int8 or run.lora.base_in_int8:
             names.append("int8")
-        operand = max(ROUNDOFFS[name] for name in names)
-        terms = max(model.hidden_size, model.seq_length, *model.mlp_widths)
-        rounding = ROUNDOFFS["fp32"] * math.sqrt(terms) + operand
-        value = FACTOR * rounding * math.sqrt(model.num_layers)
-        if model.num_experts and operand > ROUNDOFFS["fp32"]:
-            return Tolerance(REROUTED * value, by_norm=True)
-        return Tolerance(value, by_norm=False)
+        if run.parallel.grad_reduce_in_bf16:
+            names.append("bf16")
+        optimizer = run.optimizer
+        stored = [optimizer.main_params_dtype, optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype]
+        computed = _value(run, names)
+        value = _value(run, [*names, *stored])
+        by_norm = bool(model.num_experts) and {*names, *stored} != {"fp32"}
+        if by_norm:
+            value *= REROUTED
+            computed *= REROUTED
+        return Tolerance(value, by_norm, computed)
 
     def of_kind(self, kind: str) -> float:
         return self.value * OF_WEIGHTS if kind in WEIGHTS else self.value
+
+    def of_point(self, point: Point) -> float:
+        """Return the tolerance of a tensor. The first scales of moments are those of gradients."""
+        if point.kind == STATE:
+            return ROUNDOFFS["fp32"]
+        if point.kind == SCALE and point.iteration == 1:
+            return self.computed
+        return self.of_kind(point.kind)
 
     def of_update(self, update: Tensor, weight: Tensor) -> float:
         """Return the tolerance of an update, whose weight was rounded before and after it."""
@@ -80,18 +107,23 @@ class Tolerance:
         return error / largest if largest else math.inf
 
 
-def _stored_formats(run: RunConfig) -> list[str]:
-    optimizer = run.optimizer
-    names = [optimizer.main_params_dtype, optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype]
-    if run.parallel.grad_reduce_in_bf16:
-        names.append("bf16")
-    return names
+def _value(run: RunConfig, formats: Iterable[str]) -> float:
+    model = run.model
+    terms = max(model.hidden_size, model.seq_length, *model.mlp_widths)
+    if model.has_delta_nets:  # the gradient of a head's decay sums over positions and the state
+        state = model.linear_key_head_dim * model.linear_value_head_dim
+        terms = max(terms, model.seq_length * state)
+    rounding = ROUNDOFFS["fp32"] * math.sqrt(terms) + max(ROUNDOFFS[name] for name in formats)
+    return FACTOR * rounding * math.sqrt(model.num_layers)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that differs from the reference, on these ranks.
+    """A tensor that differs from the reference.
 
+    ranks: with wrong values; (): none
+    found: difference in words, if it is not an error of values
+    absent: elements on no rank, in words
     between: see `Piece`
     before: the tensor that it is computed from, in words
     """
@@ -100,14 +132,21 @@ class Difference:
     ranks: tuple[int, ...]
     error: float
     tolerance: float
-    between: str | None
+    found: str = ""
+    absent: str = ""
+    between: str | None = None
     before: str = ""
 
     def line(self) -> str:
-        ranks = "rank" if len(self.ranks) == 1 else "ranks"
+        text = f"no rank: {self.absent}"
+        if self.ranks:
+            word = "rank" if len(self.ranks) == 1 else "ranks"
+            error = f"error {self.error:.2g}, tolerance {self.tolerance:.2g}"
+            text = f"{word} {' '.join(map(str, self.ranks))}: {self.found or error}"
+            if self.absent:
+                text += f", and {self.absent} are on no rank"
         return (
-            f"first difference: {self.point}, on {ranks} {' '.join(map(str, self.ranks))}: error {self.error:.2g}, "
-            f"tolerance {self.tolerance:.2g}; between {self.before}, which agrees, and this tensor: "
+            f"first difference: {self.point}, on {text}; between {self.before}, which agrees, and this tensor: "
             f"{self.between or 'no communication'}"
         )
 
@@ -136,7 +175,6 @@ class Comparison:
     differences: list[Difference] = field(default_factory=list)
     missing: set[Point] = field(default_factory=set)
     covered: dict[Point, Tensor] = field(default_factory=dict)
-    ranks: int = 0
     outputs: set[str] = field(default_factory=set)
 
     @property
@@ -144,14 +182,21 @@ class Comparison:
         """First difference in the order of execution, with all ranks that have it."""
         if not self.differences:
             return None
-        first = min(self.differences, key=lambda each: (each.point.order, each.ranks))
+        # Wrong values say more than elements on no rank.
+        first = min(
+            self.differences, key=lambda each: (each.point.order, not each.ranks, each.ranks)
+        )
         same = [each for each in self.differences if each.point == first.point]
         ranks = tuple(sorted({rank for each in same for rank in each.ranks}))
-        before = neighbour(first.point, self.outputs)
-        return replace(first, ranks=ranks, error=max(each.error for each in same), before=before)
+        return replace(
+            first,
+            ranks=ranks,
+            error=max(each.error for each in same),
+            absent="".join(each.absent for each in same),
+            before=neighbour(first.point, self.outputs),
+        )
 
     def add(self, ranks: Sequence[Iterable[Piece]], reference: Reference) -> None:
-        self.ranks = max(self.ranks, len(ranks))
         self.outputs |= {point.name for point in reference if point.kind == FORWARD}
         for rank, pieces in enumerate(ranks):
             for piece in pieces:
@@ -164,18 +209,10 @@ class Comparison:
         """Add a difference for every tensor of the reference that the ranks do not have as a whole."""
         for point, whole in reference.items():
             found = self.covered.get(point)
-            if found is None or not bool(found.all()):
-                ranks = tuple(range(self.ranks))
-                allowed = self.tolerance.of_kind(point.kind)
-                self.differences.append(
-                    Difference(
-                        point,
-                        ranks,
-                        math.inf,
-                        allowed,
-                        f"no rank has all of its {whole.numel()} elements",
-                    )
-                )
+            covered = 0 if found is None else int(found.sum())
+            if covered < whole.numel():
+                words = f"{whole.numel() - covered} of its {whole.numel()} elements"
+                self.differences.append(Difference(point, (), 0.0, 0.0, absent=words))
 
     def _compare(self, ranks: tuple[int, ...], piece: Piece, reference: Reference) -> None:
         whole = _counterpart(piece.point, reference)
@@ -183,7 +220,9 @@ class Comparison:
             self.missing.add(piece.point)
             return
         error = math.inf
+        words = f"shape {(*piece.shape,)} in place of {(*whole.shape,)}"
         if tuple(whole.shape) == tuple(piece.shape):
+            words = ""
             error = self.tolerance.error(piece.values, whole[piece.index], whole)
             if piece.point in reference:
                 covered = self.covered.setdefault(
@@ -198,14 +237,16 @@ class Comparison:
             largest.allowed = allowed
             largest.name = str(piece.point)
         if error > allowed:
-            self.differences.append(Difference(piece.point, ranks, error, allowed, piece.between))
+            self.differences.append(
+                Difference(piece.point, ranks, error, allowed, words, between=piece.between)
+            )
 
     def _allowed(self, point: Point, whole: Tensor, reference: Reference) -> float:
         if point.kind == UPDATE:
             weight = _counterpart(point._replace(kind=USED), reference)
             if weight is not None:
                 return self.tolerance.of_update(whole, weight)
-        return self.tolerance.of_kind(point.kind)
+        return self.tolerance.of_point(point)
 
     def rows(self) -> list[str]:
         """Return the table's lines, one for each kind of tensors."""

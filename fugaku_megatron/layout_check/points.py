@@ -14,6 +14,7 @@ from ..config.model import MLP_OF_EXPERTS
 from ..config.parallel import A2A, ALLGATHER
 from ..config.run_config import RunConfig
 from ..costs.stages import stage_layers
+from .shrink import ITERATIONS
 
 # Kinds of tensors, in the order in which an iteration makes them.
 USED = "weight used"
@@ -23,10 +24,13 @@ BACKWARD = "gradient"
 LOCAL = "weight gradient before its sum"
 REDUCED = "weight gradient"
 NORM = "gradient norm"
-UPDATE = "update"
+STATE = "state"
+SCALE = "moment's scale"
 MOMENT = "moment"
+UPDATE = "update"
 GATHERED = "weight after the update"
 CHECKPOINT = "checkpoint"
+LOADED = "loaded checkpoint"
 KINDS = (
     USED,
     FORWARD,
@@ -35,10 +39,13 @@ KINDS = (
     LOCAL,
     REDUCED,
     NORM,
-    UPDATE,
+    STATE,
+    SCALE,
     MOMENT,
+    UPDATE,
     GATHERED,
     CHECKPOINT,
+    LOADED,
 )
 OF_ACTIVATIONS = (FORWARD, BACKWARD)
 _BACKWARDS = (BACKWARD, LOCAL, REDUCED)
@@ -55,6 +62,9 @@ FINAL_NORM = "decoder.final_layernorm"
 # Key in `MIXERS` -> the module of its input projection.
 INPUT_PROJECTIONS = {name: f"{ATTENTION}.{row.linears[0]}" for name, row in MIXERS.items()}
 SITES = (INPUT_NORM, *INPUT_PROJECTIONS.values(), CORE, ATTENTION, MLP_NORM, MLP, LAYER)
+
+# Iteration -> the origin of its weights, if not the update before.
+SOURCES = {1: "the seed", ITERATIONS: "the loaded checkpoint"}
 
 GROUPS = {
     "tp": "tensor-parallel",
@@ -139,15 +149,18 @@ def neighbour(point: Point, outputs: Iterable[str]) -> str:
         index = names.index(point.name)
         return f"the gradient of {names[index + 1]}" if index + 1 < len(names) else "the loss"
     return {
-        USED: "the weights of the update before" if point.iteration > 1 else "the seed",
+        USED: SOURCES.get(point.iteration, "the weights of the update before"),
         LOSS: f"the output of {FINAL_NORM}",
         LOCAL: "the gradients of activations",
         REDUCED: "the weight gradients of every rank",
         NORM: "the weight gradients",
-        UPDATE: "the weight gradients and their norm",
+        STATE: "the gradient norm",
+        SCALE: "the weight gradients and their norm",
         MOMENT: "the weight gradients and their norm",
+        UPDATE: "the moments",
         GATHERED: "the update",
         CHECKPOINT: "the weights and moments in memory",
+        LOADED: "the checkpoint",
     }[point.kind]
 
 
@@ -269,6 +282,12 @@ class Communication:
         if tied:
             parts.append(self.over("all-reduce of the tied embedding's gradient", "embedding"))
         return joined(*parts)
+
+    def scales(self, expert: bool) -> str | None:
+        """Describe the communication of the scales of 8-bit moments."""
+        if not self.run.parallel.zero_stage:
+            return None
+        return self.over("all-reduce of largest elements", "edp" if expert else "dp")
 
     def weight_gather(self, expert: bool) -> str | None:
         if not self.run.parallel.zero_stage:

@@ -6,6 +6,7 @@ Shapes: as in `nn`, w width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,7 @@ from ..nn.parameter import ModelParameter, parameters_of
 from ..nn.q8_weight import scales_of
 from ..nn.sequence_ranks import own_segments, positions
 from ..optim.flat import FlatParameter
+from ..optim.optimizer import MOMENTS
 from ..training.trainer import IterationResult, Trainer
 from .points import (
     ATTENTION,
@@ -41,7 +43,9 @@ from .points import (
     MOMENT,
     NORM,
     REDUCED,
+    SCALE,
     SITES,
+    STATE,
     UPDATE,
     USED,
     Communication,
@@ -49,11 +53,11 @@ from .points import (
     joined,
     layer_name,
 )
+from .shrink import ITERATIONS, OVERFLOWS
 
 Index = tuple[slice | Tensor, ...]
 Between = tuple[str | None, str | None]  # communication before a tensor, and before its gradient
-FIRST_MOMENT = "exp_avg"
-SECOND_MOMENT = "exp_avg_sq"
+LOADING = "loading of the checkpoint, and broadcasts to the ranks that share tensors"
 
 
 @dataclass(frozen=True)
@@ -76,12 +80,15 @@ class Piece:
 
 
 class Recorder:
-    """Recorder of one rank's trainer. `pieces` has every piece recorded so far."""
+    """Recorder of one rank's trainer. `pieces` has every piece recorded so far.
+
+    The update of iteration OVERFLOWS is skipped: gradients of the last rank become Inf before their sum.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.pieces: list[Piece] = []
-        self.iteration = 0
+        self.iteration = trainer.progress.iteration
         self._sample = 0  # of the micro-batch in forward, or recomputed in backward
         self._seen: set[Point] = set()
         self._before: list[Tensor] = []
@@ -106,25 +113,41 @@ class Recorder:
     def _shards(self) -> Sequence[Any]:
         return self.trainer.optimizer.shards
 
-    def _finished(self, result: IterationResult) -> None:
-        self._scalar(LOSS, result.loss, self._communication.loss())
-        self._scalar(NORM, result.grad_norm, "all-reduces of the squared norm over all ranks")
-        flat = self.trainer.optimizer.flat
-        for shard, before in zip(self._shards, self._before, strict=True):
-            update = shard.master.float() - before
-            self._add_shards(UPDATE, flat.shards(UPDATE, update, shard.start, owned=False))
+    @property
+    def _overflows(self) -> bool:
+        return self.iteration == OVERFLOWS
 
-    def _scalar(self, kind: str, value: float, between: str | None) -> None:
-        values = torch.tensor([value], dtype=torch.float32)
-        point = Point(self.iteration, kind, "")
-        self.pieces.append(Piece(point, (1,), (slice(0, 1),), values, between))
+    def _finished(self, result: IterationResult) -> None:
+        sums = "all-reduces of the squared norm over all ranks"
+        self._scalar(LOSS, result.loss, self._communication.loss())
+        if not self._overflows:
+            self._scalar(NORM, result.grad_norm, sums)
+        self._scalar(STATE, result.skipped, sums, "skipped updates")
+        for name, value in state_of(self.trainer).items():
+            self._scalar(STATE, value, sums, name)
+        for shard, before in zip(self._shards, self._before, strict=True):
+            self._values(UPDATE, shard.master.float() - before, shard.start)
+            starts = (shard.start, shard.start + shard.orthogonal)
+            for which, (name, start) in enumerate(zip(MOMENTS, starts, strict=True)):
+                self._values(MOMENT, shard.moment(which), start, prefix=f"{name} ")
+                if shard.eight_bit:
+                    scales = torch.zeros(len(shard.master))
+                    for block in shard.adamw_blocks:
+                        own = shard.eight_bit[which].scale_of_elements(block.blocks)
+                        scales[block.start : block.end] = own
+                    self._values(SCALE, scales, start, prefix=f"{name} ")
+
+    def _values(self, kind: str, values: Tensor, start: int, prefix: str = "") -> None:
+        """Record values (n,) of the flat buffer's elements from `start` on."""
+        shards = self.trainer.optimizer.flat.shards(kind, values, start, owned=False)
+        self._add_shards(kind, shards, prefix)
+
+    def _scalar(self, kind: str, value: float, between: str | None, name: str = "") -> None:
+        self.pieces.append(scalar(Point(self.iteration, kind, name), value, between))
 
     def _final(self) -> None:
-        """Record moments, and the weights after the last gather. Collective."""
-        shards = self.trainer.optimizer.checkpoint_shards()
-        for moment in (FIRST_MOMENT, SECOND_MOMENT):
-            own = [shard for shard in shards if shard.key.startswith(f"{moment}/")]
-            self._add_shards(MOMENT, own, prefix=f"{moment} ")
+        """Record the weights after the last gather. Collective."""
+        self.trainer.optimizer.buckets.await_weights()
         for parameter in self.trainer.optimizer.flat.parameters:
             self._weight(GATHERED, parameter)
 
@@ -261,6 +284,8 @@ class Recorder:
             return
         self._seen.add(point)
         between = self._communication.weight_gather(parameter.spec.expert)
+        if kind == USED and self.iteration == ITERATIONS:
+            between = LOADING
         self._add_parameter(point, parameter, parameter.data, between=between)
 
     def _add_parameter(
@@ -277,6 +302,10 @@ class Recorder:
 
     def _local_gradients(self, bucket: int, grads: Tensor) -> None:
         """Record this rank's gradients before any sum. bucket: -1 for the tied embedding"""
+        if self._overflows:
+            if self.trainer.world.rank == self.trainer.world.size - 1:
+                grads.fill_(math.inf)
+            return
         optimizer = self.trainer.optimizer
         tied = self.trainer.stage.tied_copy
         if bucket < 0:
@@ -293,11 +322,12 @@ class Recorder:
             self._add_parameter(point, parameter, parameter.main_grad, between=None, copy=copy)
 
     def _reduced_gradients(self, consumed: int, loss: float) -> float:
+        if self._overflows:
+            return loss
         optimizer = self.trainer.optimizer
         gradients = optimizer.reduce_gradients()
         for shard, grads in zip(optimizer.shards, gradients, strict=True):
-            records = optimizer.flat.shards(REDUCED, grads, shard.start, owned=False)
-            self._add_shards(REDUCED, records)
+            self._values(REDUCED, grads, shard.start)
         return loss
 
     def _add_shards(self, kind: str, shards: Iterable[Shard], prefix: str = "") -> None:
@@ -307,15 +337,25 @@ class Recorder:
             between = None
             if kind == REDUCED:
                 between = self._sums(parameters[name])
-            elif kind == MOMENT:
-                name = prefix + name
-            point = Point(self.iteration, kind, name)
+            elif kind == SCALE:
+                between = self._communication.scales(parameters[name].spec.expert)
+            point = Point(self.iteration, kind, prefix + name)
             self.pieces += pieces_of(shard, point, between)
 
     def _sums(self, parameter: FlatParameter) -> str | None:
         spec = parameter.spec
         tied = parameter is self.trainer.stage.tied_copy
         return self._communication.gradient_sum(spec.expert, spec.sequence_parallel, tied)
+
+
+def state_of(trainer: Trainer) -> dict[str, float]:
+    """Return the optimizer's state apart from tensors, by name."""
+    optimizer = trainer.optimizer
+    return {"updates": optimizer.steps, "the loss scale": optimizer.scaler.scale}
+
+
+def scalar(point: Point, value: float, between: str | None) -> Piece:
+    return Piece(point, (1,), (slice(0, 1),), torch.tensor([value], dtype=torch.float32), between)
 
 
 def pieces_of(shard: Shard, point: Point, between: str | None = None) -> Iterable[Piece]:

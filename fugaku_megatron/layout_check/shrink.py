@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from ..config.fields import FieldValues
+from ..config.fields import FieldValues, check, flag
 from ..config.layer_kinds import GATED_DELTA_NET, layer_symbols
 from ..config.layout import Layout, cp_comm_types
 from ..config.model import MLP_OF_EXPERTS, ModelConfig
@@ -18,9 +18,13 @@ from ..config.parallel import ParallelConfig
 from ..config.precision import PrecisionConfig
 from ..config.run_config import RunConfig
 from ..config.training import BatchConfig
+from ..costs.buckets import bucket_units
+from ..costs.units import TIED
 from ..costs.vocabulary import padded_vocab_size
 
-ITERATIONS = 2  # the second one uses the weights that the first one has updated and gathered
+OVERFLOWS = 2  # iteration that uses the weights which the first one has updated and gathered, and whose update is skipped
+SAVED = 3  # iteration that is saved
+ITERATIONS = 4  # the last one uses the loaded checkpoint
 WIDTH = 64  # of the residual stream
 VOCABULARY = 90  # tokens, less than its padded rows
 LENGTH = 32  # tokens of a sample, at least
@@ -35,6 +39,7 @@ BALANCING = 1.0
 Z_LOSS = 0.1
 WEIGHT_DECAY = 1.0
 CLIP_GRAD = 0.1  # less than the norm of the gradients
+EVEN = "even"  # split of the layers over the stages
 HEAD_SIZES = (8, 16, 32, 64)
 MLP_WIDTHS = (16, 32, 64, 128, 256)  # of a tensor-parallel rank
 EXPERTS = (2, 4, 8, 16)  # of an expert-parallel rank
@@ -62,6 +67,11 @@ def shrink(run: RunConfig, layout: Layout) -> Small:
 
     Raise ValueError for a run whose layers cannot be made narrow.
     """
+    return next(small_runs(run, layout))
+
+
+def small_runs(run: RunConfig, layout: Layout) -> Iterator[Small]:
+    """Yield small runs of equally many ranks, from narrow to wide ones. Errors: as of `shrink`"""
     dp = _data_parallel_size(layout)
     microbatches = layout.microbatches(run, layout.global_batch_size(run))
     batch = BatchConfig(
@@ -74,7 +84,8 @@ def shrink(run: RunConfig, layout: Layout) -> Small:
     comm_types = cp_comm_types(run) if layout.cp > 1 else None
     kept = _kept_layers(run, layout, comm_types)
     kept_comm_types = None if comm_types is None else tuple(comm_types[layer] for layer in kept)
-    refused = None
+    refused: ValueError | None = None
+    found = False
     for width in _widths(run, layout):
         try:
             model = _model(run, layout, kept, width=width)
@@ -92,10 +103,13 @@ def shrink(run: RunConfig, layout: Layout) -> Small:
                     run.numbers, abft=None, check_weight_hash_across_dp_replicas_interval=0
                 ),
             )
-            return Small(small, Layout.from_run(small, world_size))
+            fitting = Small(small, Layout.from_run(small, world_size))
         except ValueError as error:
             refused = error
-    raise ValueError(f"--check-layout finds no narrow layers that fit the layout: {refused}")
+            continue
+        found = True
+        yield fitting
+    check(found, f"--check-layout finds no narrow layers that fit the layout: {refused}")
 
 
 def fewest_ranks(run: RunConfig, layout: Layout) -> int:
@@ -223,13 +237,21 @@ def _parallel(
         per_chunk = layers // (layout.pp * run.placement.model_chunks)
     return replace(
         parallel,
-        pipeline_split="even",
+        pipeline_split=EVEN,
         decoder_first_pipeline_num_layers=None,
         decoder_last_pipeline_num_layers=None,
         num_layers_per_virtual_pipeline_stage=per_chunk,
         cp_comm_type=comm_types,
-        ddp_bucket_size=1 if parallel.overlap_grad_reduce else None,
+        ddp_bucket_size=1 if _has_buckets(run, layout) else None,
     )
+
+
+def _has_buckets(run: RunConfig, layout: Layout) -> bool:
+    """Return True if a stage reduces its gradients in several buckets, apart from a tied copy's."""
+    if run.parallel.overlap_grad_reduce:
+        return True
+    stages = [bucket_units(run, layout, stage) for stage in range(layout.pp)]
+    return any(sum(TIED not in bucket for bucket in buckets) > 1 for buckets in stages)
 
 
 def _training(run: RunConfig, layout: Layout, layers: int) -> Any:
@@ -253,9 +275,9 @@ def _training(run: RunConfig, layout: Layout, layers: int) -> Any:
 
 
 def _precision(run: RunConfig) -> PrecisionConfig:
-    """Return the run's format, with a loss scale at which no gradient overflows."""
+    """Return the run's format, with a loss scale at which no gradient overflows, and which the first overflow halves."""
     if run.precision.fp16:
-        return PrecisionConfig(fp16=True, initial_loss_scale=LOSS_SCALE)
+        return PrecisionConfig(fp16=True, initial_loss_scale=LOSS_SCALE, hysteresis=1)
     return PrecisionConfig.of(run.precision.name)
 
 
@@ -288,6 +310,32 @@ def _optimizer(run: RunConfig) -> Any:
         no_load_optim=False,
         no_load_lr_state=False,
     )
+
+
+def formats(run: RunConfig) -> list[RunConfig]:
+    """Return the run in FP32, in FP32 with its 8-bit moments, and in its own formats, each once."""
+    exact = in_fp32(run)
+    runs = [exact]
+    if run.optimizer.exp_avg_dtype == "int8":
+        moments = replace(
+            exact.optimizer,
+            exp_avg_dtype=run.optimizer.exp_avg_dtype,
+            exp_avg_sq_dtype=run.optimizer.exp_avg_sq_dtype,
+        )
+        runs.append(replace(exact, optimizer=moments))
+    return list(dict.fromkeys([*runs, run]))
+
+
+def left_out(run: RunConfig, small: RunConfig) -> list[str]:
+    """Return the flags of layout and checks that the run passes and the small run does not."""
+    pairs = ((run.parallel, small.parallel), (run.numbers, small.numbers))
+    return [
+        flag(f.name)
+        for given, kept in pairs
+        for f in fields(kept)
+        if getattr(kept, f.name) in (f.default, EVEN)
+        and getattr(given, f.name) not in (f.default, getattr(kept, f.name))
+    ]
 
 
 def in_fp32(run: RunConfig) -> RunConfig:

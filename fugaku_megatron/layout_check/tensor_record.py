@@ -12,7 +12,7 @@ from ..config.fields import check
 from ..text.written_files import make_folder
 from .points import KINDS, Point
 
-FORMATS = ("fp32", "bf16", "fp16", "int8")
+FORMATS = ("fp32", "int8_moments", "bf16", "fp16", "int8")
 
 
 def file_of(directory: Path, number_format: str) -> Path:

@@ -68,6 +68,15 @@ class BucketShard:
         blocks = chain.from_iterable(block.blocks for block in self.adamw_blocks)
         return [each for each in blocks if each.shared is not None]
 
+    def moment(self, which: int) -> Tensor:
+        """Return the first (0) or second (1) moment, a copy in FP32 if it is stored in eight bits."""
+        if self.eight_bit is None:
+            return (self.exp_avg, self.exp_avg_sq)[which]
+        values = torch.zeros(len(self.master))
+        for block in self.adamw_blocks:
+            values[block.start : block.end] = self.eight_bit[which].read(block.blocks)
+        return values
+
     def round_weights(self, at: slice) -> None:
         if self.model_weights is not None:
             self.model_weights[at].copy_(self.master[at])

@@ -162,6 +162,14 @@ class EightBitMoment:
                 view.mul_(scales)
         return values
 
+    def scale_of_elements(self, chunk: Sequence[Blocks]) -> Tensor:
+        """Return each element's scale in consecutive blocks, (n,)."""
+        values = torch.empty(chunk[-1].end - chunk[0].start)
+        for blocks in chunk:
+            for view, scales in self._views(values, chunk, blocks):
+                view.copy_(scales.expand_as(view))
+        return values
+
     def write(
         self,
         chunk: Sequence[Blocks],

@@ -73,7 +73,10 @@ def matrices_of(
 
 
 class Muon:
-    """Momentum and orthogonal updates for the weight matrices in a rank's buckets."""
+    """Momentum and orthogonal updates for the weight matrices in a rank's buckets.
+
+    shards: equal shards of this rank's divided weights, each of which is orthogonalized alone
+    """
 
     def __init__(
         self,
@@ -92,7 +95,13 @@ class Muon:
         self.tp: Comm | None = None  # None: no weight is gathered over tensor-parallel ranks
         if groups.tp.size > 1 and self.config.muon_tp_mode != "blockwise":
             self.tp = groups.tp
+        self.shards = 1
         self._assigned = [self._assign(bucket) for bucket in flat.buckets]
+
+    def update_as(self, tp: int) -> None:
+        """Compute the updates of `tp` tensor-parallel ranks on one rank: with --muon-tp-mode blockwise they depend on the shards."""
+        if self.config.muon_tp_mode == "blockwise":
+            self.shards = tp
 
     def _assign(self, bucket: Bucket) -> list[tuple[FlatParameter, int]] | None:
         """Return this rank's matrices in a bucket, with their starts and balanced by cost; tensor-parallel ranks get the same."""
@@ -158,11 +167,17 @@ class Muon:
 
     def _orthogonal(self, spec: ParameterSpec, own: Tensor) -> Tensor:
         dim = spec.partition_dim
-        tp = self.tp if dim is not None else None
-        weight = own
-        if tp and dim is not None:
-            gathered = tp.all_gather(own.new_empty(tp.size, *own.shape), own.contiguous())
-            weight = torch.cat(list(gathered), dim)
+        if dim is None:
+            return self._whole(spec, own)
+        tp = self.tp
+        if tp is None:
+            shards = own.chunk(self.shards, dim)
+            return torch.cat([self._whole(spec, each.contiguous()) for each in shards], dim)
+        gathered = tp.all_gather(own.new_empty(tp.size, *own.shape), own.contiguous())
+        return self._whole(spec, torch.cat(list(gathered), dim)).chunk(tp.size, dim)[tp.rank]
+
+    def _whole(self, spec: ParameterSpec, weight: Tensor) -> Tensor:
+        """Return the updates of a weight's matrices."""
         result = torch.empty_like(weight)
         sources, targets = (
             matrices_of(each, spec, model=self.model, split_qkv=not self.config.muon_no_split_qkv)
@@ -171,9 +186,7 @@ class Muon:
         for source, target in zip(sources, targets, strict=True):
             matrix = source.reshape(-1, source.shape[-1])
             target.copy_(self._scaled(matrix, spec, weight.shape).view(target.shape))
-        if tp is None or dim is None:
-            return result
-        return result.chunk(tp.size, dim)[tp.rank]
+        return result
 
     def _scaled(self, matrix: Tensor, spec: ParameterSpec, shape: torch.Size) -> Tensor:
         """Return a matrix's update, scaled by the global sizes."""

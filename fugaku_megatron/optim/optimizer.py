@@ -35,7 +35,8 @@ from .loss_scaler import LossScaler
 from .muon import Muon
 from .rounding import round_at_random
 
-KINDS = ("weight", "exp_avg", "exp_avg_sq")  # prefixes of checkpoint keys
+MOMENTS = ("exp_avg", "exp_avg_sq")
+KINDS = ("weight", *MOMENTS)  # prefixes of checkpoint keys
 
 
 class ElementUpdate(NamedTuple):
@@ -103,9 +104,9 @@ class Optimizer:
             (self.buckets.replicas(bucket), len(starts), shard.shared_blocks())
             for bucket, starts, shard in zip(self.flat.buckets, cut, self.shards, strict=True)
         ]
-        self._matrices: Muon | None = None
+        self.matrices: Muon | None = None
         if matrices is not None:
-            self._matrices = matrices(
+            self.matrices = matrices(
                 self.flat, self.buckets, run=run, groups=groups, kernels=ops.kernels
             )
         self.scaler = LossScaler(run.precision)
@@ -252,8 +253,8 @@ class Optimizer:
                 self._adamw_by_blocks(shard, grads[index], factors=factors, largest=largest[index])
             else:
                 self._adamw(shard, grads[index], factors)
-            if self._matrices:
-                self._matrices.step(index, shard, grads=grads[index], factors=factors)
+            if self.matrices:
+                self.matrices.step(index, shard, grads=grads[index], factors=factors)
             self.buckets.gather(index)
         return StepResult(norm, zeros, skipped=False)
 
@@ -390,14 +391,10 @@ class Optimizer:
             if not shard.in_bf16:
                 return shard.master
             expanded = shard.master.float()
-        elif shard.eight_bit is None:
-            return shard.exp_avg if kind == "exp_avg" else shard.exp_avg_sq
         else:
-            first, second = shard.eight_bit
-            moment = first if kind == "exp_avg" else second
-            expanded = torch.zeros(len(shard.master))
-            for block in shard.adamw_blocks:
-                expanded[block.start : block.end] = moment.read(block.blocks)
+            expanded = shard.moment(MOMENTS.index(kind))
+            if shard.eight_bit is None:
+                return expanded
         self._expanded[kind, index] = expanded
         return expanded
 
@@ -431,7 +428,7 @@ class Optimizer:
         """Round the loaded moments to nearest, which restores the saved codes. Collective."""
 
         def loaded(index: int, start: int, end: int) -> tuple[Tensor, Tensor]:
-            first, second = (self._saved(kind, index)[start:end] for kind in KINDS[1:])
+            first, second = (self._saved(kind, index)[start:end] for kind in MOMENTS)
             return first, second
 
         largest = share_scales(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,20 +14,37 @@ import pytest
 import torch
 
 from fugaku_megatron.checkpoint.tensor_files import write_tensors
-from fugaku_megatron.comm.base import Comm
+from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
+from fugaku_megatron.layout_check import check as check_module
 from fugaku_megatron.layout_check.check import NO_FILES, Files, Report, Tools, check_layout
-from fugaku_megatron.layout_check.points import BACKWARD, CHECKPOINT, FORWARD, REDUCED, USED, Point
+from fugaku_megatron.layout_check.compare import Comparison, Tolerance
+from fugaku_megatron.layout_check.points import (
+    BACKWARD,
+    CHECKPOINT,
+    FORWARD,
+    KINDS,
+    LOADED,
+    MOMENT,
+    REDUCED,
+    SCALE,
+    STATE,
+    UPDATE,
+    USED,
+    Point,
+)
+from fugaku_megatron.layout_check.recorder import Piece
 from fugaku_megatron.layout_check.shrink import shrink
 from fugaku_megatron.nn import blocks, layers, model, router, sequence_ranks
 from fugaku_megatron.nn.dropout_key import Dropout, DropoutKey
 from fugaku_megatron.nn.ops import loss
-from fugaku_megatron.optim import buckets
+from fugaku_megatron.optim import buckets, loss_scaler, muon, optimizer
 from fugaku_megatron.run import check_layout as check_layout_module
 from fugaku_megatron.run.check_layout import connect, differing_libraries, small_ops
 from fugaku_megatron.training import step, trainer
 from fugaku_megatron.training.micro_batches import MicroBatch, MicroBatchWindow
+from tests.campaigns.mutants.layouts import MOMENTS_IN_INT8
 from tests.helpers import DROPOUT, lay_out
 from tests.llama_models import DELTA_LAYERS
 from tests.threads import ThreadWorld
@@ -38,15 +57,15 @@ EXPERTS = {
     "disable_bias_linear": True,
     "swiglu": True,
 }
-LORA = {
-    "lora_rank": 4,
-    "lora_dropout": 0.25,
+LLAMA = {
     "normalization": "RMSNorm",
     "position_embedding_type": "rope",
     "disable_bias_linear": True,
     "swiglu": True,
 }
+LORA = {**LLAMA, "lora_rank": 4, "lora_dropout": 0.25}
 UNTIED = {"untie_embeddings_and_output_weights": True}
+ROW = re.compile(r"  (?P<kind>\S.*?)  +\d+  +(?P<error>\S+)  +(?P<allowed>\S+)  .*")
 MARGIN = 3  # between the tolerance and the errors of right layouts
 EIGHT = {"global_batch_size": 8}
 CLEAN = {
@@ -68,6 +87,21 @@ CLEAN = {
     "tp2 bf16": EIGHT,
     "pp2 tp2 bf16 int8": EIGHT,
     "dp2 ep2 bf16": EXPERTS,
+    "tp2 dp2 zero": {**EIGHT, "optimizer": "muon", "muon_tp_mode": "blockwise"},
+    "tp2 muon_no_split_qkv": {
+        **LLAMA,
+        "optimizer": "muon",
+        "muon_tp_mode": "blockwise",
+        "num_experts": 4,
+    },
+    "dp2 zero fp16": EIGHT,
+    "tp2 dp2 zero bf16": {**EIGHT, **MOMENTS_IN_INT8},
+}
+FORMATS = {
+    "bf16": ["in FP32:", "in BF16:"],
+    "fp16": ["in FP32:", "in FP16:"],
+    "bf16 int8": ["in FP32:", "in INT8:"],
+    "exp_avg_dtype": ["in FP32:", "in INT8 MOMENTS:", "in BF16:"],
 }
 
 
@@ -90,11 +124,17 @@ def test_a_layout_that_trains_as_one_rank_raises_no_alarm(layout):
     assert report.agrees, report.lines
     assert report.lines[-1].startswith("the layout trains as one rank")
     formats = [line for line in report.lines if line.startswith("in ")]
-    assert formats[0] == "in FP32:" and len(formats) == (2 if "bf16" in layout else 1)
-    assert sum(line.startswith("  checkpoint") for line in report.lines) == len(formats)
-    rows = [line[33:].split()[:3] for line in report.lines[1:-1] if "iteration" in line]
-    assert len(rows) == 11 * len(formats)
-    assert all(float(error) < float(allowed) / MARGIN for _, error, allowed in rows), report.lines
+    words = " ".join([layout, *CLEAN[layout]])
+    expected = [names for key, names in FORMATS.items() if key in words]
+    assert formats == (expected or [["in FP32:"]])[-1]
+    assert not any(line.startswith("not checked") for line in report.lines)
+    kinds = {**dict.fromkeys(KINDS, len(formats)), SCALE: sum("MOMENTS" in f for f in formats)}
+    if kinds[SCALE]:
+        kinds[SCALE] += 1
+    rows = [row for line in report.lines if (row := ROW.fullmatch(line))]
+    assert Counter(row["kind"] for row in rows) == Counter(kinds)
+    for row in rows:
+        assert float(row["error"]) < float(row["allowed"]) / MARGIN, report.lines
 
 
 def no_partial_sum(patch: pytest.MonkeyPatch) -> None:
@@ -196,6 +236,108 @@ def altered_checkpoint(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(trainer, "write_shards", altered)
 
 
+def other_momentum_of_matrices(patch: pytest.MonkeyPatch) -> None:
+    step = muon.Muon.step
+
+    def stepped(self, index, shard, grads, factors):
+        step(self, index, shard, grads * (1 + self.dp.rank), factors)
+
+    patch.setattr(muon.Muon, "step", stepped)
+
+
+def other_shards_of_matrices(patch: pytest.MonkeyPatch) -> None:
+    """Halve the update of the second tensor-parallel rank's shards."""
+    orthogonal = muon.Muon._orthogonal
+
+    def halved(self, spec, own):
+        return orthogonal(self, spec, own) * (0.5 if spec.offset[0] else 1.0)
+
+    patch.setattr(muon.Muon, "_orthogonal", halved)
+
+
+def scales_of_own_shards(patch: pytest.MonkeyPatch) -> None:
+    share = optimizer.share_scales
+
+    def alone(shards, moments_of):
+        return share([(SoloComm(), count, blocks) for _, count, blocks in shards], moments_of)
+
+    patch.setattr(optimizer, "share_scales", alone)
+
+
+def moments_lost_on_load(patch: pytest.MonkeyPatch) -> None:
+    after_load = optimizer.Optimizer.after_load
+
+    def without_moments(self):
+        if self.groups.dp.rank == 1:
+            for shard in self.shards:
+                shard.exp_avg.zero_()
+        after_load(self)
+
+    patch.setattr(optimizer.Optimizer, "after_load", without_moments)
+
+
+def wrong_weights_after_load(patch: pytest.MonkeyPatch) -> None:
+    after_load = optimizer.Optimizer.after_load
+
+    def altered(self):
+        after_load(self)
+        if self.run.masters and self.groups.dp.rank == 1:
+            self.flat.values.add_(1.0)
+
+    patch.setattr(optimizer.Optimizer, "after_load", altered)
+
+
+def steps_lost_on_load(patch: pytest.MonkeyPatch) -> None:
+    load = trainer.Trainer.load
+
+    def loaded(self, *args, **kwargs):
+        state = load(self, *args, **kwargs)
+        if self.world.rank:
+            self.optimizer.steps = 0
+        return state
+
+    patch.setattr(trainer.Trainer, "load", loaded)
+
+
+def loss_scale_lost_on_load(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(loss_scaler.LossScaler, "load", lambda self, state: None)
+
+
+def skipped_by_own_norm(patch: pytest.MonkeyPatch) -> None:
+    """Skip an update only on the ranks whose own gradients overflow."""
+    grad_norm = optimizer.Optimizer.grad_norm
+
+    def own(self):
+        norm = grad_norm(self)
+        finite = all(bool(grads.isfinite().all()) for grads in self.reduce_gradients())
+        return 1.0 if finite and math.isinf(norm) else norm
+
+    patch.setattr(optimizer.Optimizer, "grad_norm", own)
+
+
+def loss_scale_of_own_rank(patch: pytest.MonkeyPatch) -> None:
+    step = optimizer.Optimizer.step
+
+    def stepped(self, *args, **kwargs):
+        result = step(self, *args, **kwargs)
+        if result.skipped and self.groups.pp.rank == 1:
+            self.scaler.scale *= 2
+        return result
+
+    patch.setattr(optimizer.Optimizer, "step", stepped)
+
+
+def counted_skipped_update(patch: pytest.MonkeyPatch) -> None:
+    step = optimizer.Optimizer.step
+
+    def stepped(self, *args, **kwargs):
+        result = step(self, *args, **kwargs)
+        self.steps += result.skipped and self.groups.world.size > 1
+        return result
+
+    patch.setattr(optimizer.Optimizer, "step", stepped)
+
+
 def native_loss_twice(patch: pytest.MonkeyPatch) -> None:
     """Double the gradient of the C++ kernels' loss on every rank."""
     original = loss._block_loss
@@ -284,7 +426,7 @@ MISTAKES = (
     Mistake(
         left_out_layer,
         "pp2",
-        (USED, "decoder.layers.1.input_layernorm", "no rank has all of its 32 elements"),
+        (USED, "decoder.layers.1.input_layernorm", "on no rank: 32 of its 32 elements"),
     ),
     Mistake(
         native_loss_twice,
@@ -292,6 +434,40 @@ MISTAKES = (
         (BACKWARD, "decoder.final_layernorm", "the loss, which agrees", "all-reduce over the"),
     ),
     Mistake(altered_checkpoint, "dp2", (CHECKPOINT, "exp_avg/", "on rank 0:")),
+    Mistake(
+        other_momentum_of_matrices,
+        "dp2 zero",
+        (MOMENT, "exp_avg decoder.layers.", "on rank 1:"),
+        {**EIGHT, "optimizer": "muon", "muon_nesterov": False},
+    ),
+    Mistake(
+        other_shards_of_matrices,
+        "tp2",
+        (UPDATE, "linear_qkv.weight", "on rank 1:"),
+        {**EIGHT, "optimizer": "muon", "muon_tp_mode": "blockwise"},
+    ),
+    Mistake(
+        scales_of_own_shards,
+        "dp2 zero",
+        (SCALE, "iteration 1", "all-reduce of largest elements over the data-parallel ranks 0 1"),
+        {**EIGHT, **MOMENTS_IN_INT8},
+    ),
+    Mistake(moments_lost_on_load, "dp2 zero", (LOADED, "exp_avg/", "loading of the checkpoint")),
+    Mistake(
+        wrong_weights_after_load,
+        "dp2 bf16",
+        (USED, "iteration 4, on rank 1:", "between the loaded checkpoint", "loading of the"),
+    ),
+    Mistake(steps_lost_on_load, "tp2", (LOADED, "updates, iteration 3, on rank 1:")),
+    Mistake(loss_scale_lost_on_load, "dp2 zero fp16", (LOADED, "the loss scale, iteration 3")),
+    Mistake(
+        skipped_by_own_norm,
+        "pp2",
+        (STATE, "skipped updates, iteration 2, on rank 0:", "all-reduces of the squared norm"),
+        UNTIED,
+    ),
+    Mistake(loss_scale_of_own_rank, "pp2 fp16", (STATE, "the loss scale, iteration 2, on rank 1:")),
+    Mistake(counted_skipped_update, "tp2", (STATE, "updates, iteration 2, on ranks 0 1:")),
 )
 
 
@@ -302,7 +478,40 @@ def test_a_mistake_is_found_and_named(mistake, monkeypatch):
     line = report.lines[-1]
     assert line.startswith(f"first difference: {mistake.words[0]} of "), line
     assert all(words in line for words in mistake.words), line
-    assert report.lines.count("in FP32:") == 1 and len(report.lines) < 20
+    assert report.lines.count("in FP32:") == 1 and len(report.lines) < 40
+
+
+def test_wrong_positions_are_named():
+    """Both ranks have the first half of a tensor, and none has the second half."""
+    point = Point(1, FORWARD, "embedding", 0)
+    whole = torch.arange(8.0).view(4, 2)
+    halves = [(whole[:2], slice(0, 2)), (whole[2:], slice(0, 2))]
+    ranks = [[Piece(point, (4, 2), (rows,), values)] for values, rows in halves]
+    comparison = Comparison(Tolerance(1e-5, by_norm=False, computed=1e-5))
+    comparison.add(ranks, {point: whole})
+    comparison.check_complete({point: whole})
+    line = comparison.first.line()
+    assert "on rank 1: error 0.57, tolerance 1e-05, and 4 of its 8 elements are on no rank;" in line
+    comparison = Comparison(Tolerance(1e-5, by_norm=False, computed=1e-5))
+    comparison.add(ranks[:1], {point: whole})
+    comparison.check_complete({point: whole})
+    assert ", on no rank: 4 of its 8 elements; between the tokens" in comparison.first.line()
+
+
+def unchecked(layout: str, flags: dict[str, Any]) -> list[str]:
+    report = checked(layout, flags)
+    assert report.agrees
+    start = "not checked, because the copy has none: "
+    return [line.removeprefix(start) for line in report.lines if line.startswith(start)]
+
+
+def test_what_the_copy_has_not_is_said(monkeypatch):
+    """The narrowest copy has all matrices on the first rank."""
+    flags = {**EIGHT, "optimizer": "muon"}
+    assert unchecked("dp2 zero", flags) == []
+    assert unchecked("pp2 pipeline_split='1,3'", EIGHT) == ["--pipeline-split"]
+    monkeypatch.setattr(check_module, "TRIES", 1)
+    assert unchecked("dp2 zero", flags) == ["updates of matrices by Muon, on rank 1"]
 
 
 @pytest.mark.parametrize("chosen, kept", [(2, 4), (3, 8), (5, 16)])
@@ -344,7 +553,7 @@ def test_a_mistake_differs_from_a_record(record, monkeypatch):
 
 def test_another_model_differs_from_a_record(record):
     line = checked("tp2", {**EIGHT, "hidden_size": 64}, Files(against=record)).lines[-1]
-    assert "error inf" in line
+    assert re.search(r"on ranks 0 1: shape \(16, 64\) in place of \(16, 32\);", line), line
 
 
 def test_records_are_not_replaced_and_must_be_records(record, tmp_path):

@@ -38,7 +38,7 @@ import psutil
 from tests.campaigns.mutants.layouts import LAYOUTS, SHARES, draw
 from tests.campaigns.mutants.mutations import Site, mutant, sites
 from tests.campaigns.mutants.program import PACKAGE, Lines, LinesOfCalls, Program, loaded_files
-from tests.campaigns.mutants.published import PUBLISHED, Published
+from tests.campaigns.mutants.published import OF_PATHS, PUBLISHED, Published
 from tests.campaigns.mutants.trial import (
     ALIKE,
     ELSEWHERE,
@@ -213,9 +213,9 @@ def mutants(
 
 
 def published() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """Yield a name and a trial for each published bug."""
+    """Yield a name and a trial for each published bug, and for those of paths."""
     program = load()
-    for bug in PUBLISHED:
+    for bug in (*PUBLISHED, *OF_PATHS):
 
         def trial(bug: Published = bug) -> dict[str, Any]:
             result = forked(try_published, bug, program)

@@ -23,6 +23,11 @@ LLAMA: dict[str, Any] = {
     "swiglu": True,
 }
 LORA = {**LLAMA, "lora_rank": 4, "lora_dropout": 0.25}
+MOMENTS_IN_INT8 = {
+    "use_precision_aware_optimizer": True,
+    "exp_avg_dtype": "int8",
+    "exp_avg_sq_dtype": "int8",
+}
 UNTIED = {"untie_embeddings_and_output_weights": True}
 FOUR = {"global_batch_size": 4}
 EIGHT = {"global_batch_size": 8}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tests.campaigns.mutants.layouts import EIGHT, EXPERTS, FOUR, LLAMA, UNTIED
+from tests.campaigns.mutants.layouts import EIGHT, EXPERTS, FOUR, LLAMA, MOMENTS_IN_INT8, UNTIED
 from tests.campaigns.mutants.program import PACKAGE
 
 MEGATRON = "https://github.com/NVIDIA/Megatron-LM"
@@ -15,7 +15,7 @@ OVER_DP = "over the data-parallel ranks 0 1"
 
 
 class Published(NamedTuple):
-    """A published bug. words: of the report"""
+    """A bug. source: "" for an unpublished one. words: of the report"""
 
     name: str
     source: str
@@ -242,7 +242,7 @@ PUBLISHED = (
         "            grad_scale=(min(clip, 1.0) if self.groups.tp.rank == 0 else 1.0) / scale,\n",
         "tp2",
         {**FOUR, "clip_grad": 0.1},
-        (": update of", "on rank 1:"),
+        (": moment of exp_avg", "on rank 1:"),
     ),
     Published(
         "all sequence shards have one dropout mask",
@@ -316,5 +316,79 @@ PUBLISHED = (
         "pp2 zb-h1",
         {**LLAMA, **EIGHT},
         (": weight gradient before its sum of",),
+    ),
+)
+
+# Mistakes in paths that need a shard of a kind, a loaded checkpoint or an overflow.
+OF_PATHS = (
+    Published(
+        "matrices have another momentum on one rank",
+        "",
+        "optim/muon.py",
+        "lerp_(grad, 1.0 - config.muon_momentum)",
+        "lerp_(grad, 1.0 - config.muon_momentum * (1.0 - self.dp.rank))",
+        "dp2 zero",
+        {**FOUR, "optimizer": "muon"},
+        (": moment of exp_avg", "on rank 1:"),
+    ),
+    Published(
+        "one rank's shards of matrices are updated as others",
+        "",
+        "optim/muon.py",
+        ".chunk(tp.size, dim)[tp.rank]",
+        ".chunk(tp.size, dim)[0]",
+        "tp2",
+        {**FOUR, "optimizer": "muon"},
+        (": update of", "on rank 1:"),
+    ),
+    Published(
+        "scales of 8-bit moments are not shared",
+        "",
+        "optim/int8.py",
+        '            comm.all_reduce(together, "max")\n',
+        "",
+        "dp2 zero",
+        {**FOUR, **MOMENTS_IN_INT8},
+        (": moment's scale of", f"all-reduce of largest elements {OVER_DP}"),
+    ),
+    Published(
+        "a rank does not load the number of updates",
+        "",
+        "training/trainer.py",
+        'self.optimizer.steps = state["optimizer_steps"]',
+        'self.optimizer.steps = state["optimizer_steps"] * (self.world.rank == 0)',
+        "dp2",
+        FOUR,
+        (": loaded checkpoint of updates", "on rank 1:"),
+    ),
+    Published(
+        "a loaded weight is not rounded again",
+        "",
+        "optim/optimizer.py",
+        "            shard.round_weights(slice(None))\n            self.buckets.gather",
+        "            self.buckets.gather",
+        "dp2 bf16",
+        FOUR,
+        (": weight used of", "iteration 4", "between the loaded checkpoint"),
+    ),
+    Published(
+        "only ranks whose own gradients overflow skip the update",
+        "",
+        "optim/optimizer.py",
+        "        overflow = not math.isfinite(norm)\n",
+        "        overflow = not all(bool(each.isfinite().all()) for each in grads)\n",
+        "pp2",
+        {**UNTIED, **FOUR},
+        (": state of skipped updates, iteration 2,", "on rank 0:"),
+    ),
+    Published(
+        "only the first stage lowers its loss scale",
+        "",
+        "optim/optimizer.py",
+        "        self.scaler.update(overflow)\n",
+        "        self.scaler.update(overflow and self.groups.pp.rank == 0)\n",
+        "pp2 fp16",
+        EIGHT,
+        (": state of the loss scale, iteration 2,", "on rank 1:"),
     ),
 )
