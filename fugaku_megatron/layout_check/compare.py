@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..config.run_config import RunConfig
 from ..nn.model import OUTPUT, WORD_EMBEDDINGS
+from ..optim.optimizer import MOMENTS
 from .points import (
     CHECKPOINT,
     FORWARD,
@@ -18,6 +19,7 @@ from .points import (
     KINDS,
     LOADED,
     LOCAL,
+    MOMENT,
     SCALE,
     STATE,
     UPDATE,
@@ -31,6 +33,7 @@ from .recorder import Piece
 ROUNDOFFS = {"fp32": 2.0**-24, "bf16": 2.0**-9, "fp16": 2.0**-12, "int8": 2.0**-8}
 FACTOR = 32.0  # of the tolerance over the error of random roundings
 OF_WEIGHTS = 8.0  # of their tolerance, because an update divides by the root of a second moment
+OF_SQUARES = 2.0  # of the tolerance, because a square's relative error is twice its root's
 OF_UPDATES = 4.0  # roundings of an update, the difference of two rounded weights, in both runs
 WEIGHTS = (USED, UPDATE, GATHERED, CHECKPOINT, LOADED)
 REROUTED = 4.0  # of the tolerance, for tokens that a rounding error sends to another expert
@@ -79,9 +82,12 @@ class Tolerance:
         """Return the tolerance of a tensor. The first scales of moments are those of gradients."""
         if point.kind == STATE:
             return ROUNDOFFS["fp32"]
+        allowed = self.of_kind(point.kind)
         if point.kind == SCALE and point.iteration == 1:
-            return self.computed
-        return self.of_kind(point.kind)
+            allowed = self.computed
+        if point.kind in (SCALE, MOMENT) and point.name.startswith(MOMENTS[1]):
+            allowed *= OF_SQUARES
+        return allowed
 
     def of_update(self, update: Tensor, weight: Tensor) -> float:
         """Return the tolerance of an update, whose weight was rounded before and after it."""
