@@ -453,7 +453,7 @@ def test_a_save_into_the_same_directory_is_a_checkpoint_of_this_program(tmp_path
             "consumed_train_samples is None, not a number of samples",
         ),
         ({"consumed_train_samples": 4}, "the scheduler counted 12 samples, and the run consumed 4"),
-        ({"num_layers": 1}, "layer_norm_weight has 2 layers, and num_layers is 1"),
+        ({"num_layers": 1}, "layer_norm_weight has shape [2, 32], and num_layers is 1"),
         ({"hybrid_layer_pattern": "M*-"}, "--hybrid-layer-pattern 'M*-': M at position 1"),
     ],
 )

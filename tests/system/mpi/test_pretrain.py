@@ -205,7 +205,7 @@ def test_a_converted_model_keeps_its_padding_out_of_the_loss(alone, tmp_path):
     expected = F.cross_entropy(logits, samples[:, 1:].flatten()).item()
     assert losses(own)[0] == pytest.approx(expected, rel=1e-5)
     second = alone(flags, "--train-iters 3").stdout
-    assert "padding" not in second and "note: --mask" not in second
+    assert "padding counted" not in second and "note: --mask" not in second
     third = alone(flags, "--train-iters 4 --mask-vocab-padding no")
     assert "note: --mask-vocab-padding is no, was yes: the loss curve" in third.stdout
     assert losses(own)[2] < expected + 1 < 40 < losses(own)[3]
