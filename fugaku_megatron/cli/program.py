@@ -31,12 +31,15 @@ HELP = ("-h", "--help")
 
 @dataclass(frozen=True)
 class ModuleCommand:
-    """A command in a module. when: one line of help."""
+    """A command in a module. when: one line of help. prints_text: standard output is a model's text."""
 
     module: str
     when: str
+    prints_text: bool = False
 
     def load(self) -> Any:
+        if self.prints_text:
+            environment.print_as_is()
         with exit_codes.uncollected():
             return importlib.import_module(f"{PACKAGE}.{self.module}")
 
@@ -62,7 +65,9 @@ COMMANDS = {
         "convert.convert_command", "weights from and to Hugging Face and Megatron-LM"
     ),
     "generate": ModuleCommand(
-        "inference.generate", "after training: continue a text with a checkpoint"
+        "inference.generate",
+        "after training: continue a text with a checkpoint",
+        prints_text=True,
     ),
     "evaluate": ModuleCommand(
         "inference.evaluate", "after training: perplexity of a text or chats with a checkpoint"

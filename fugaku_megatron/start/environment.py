@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import io
 import os
+import re
 import resource
 import shutil
 import sys
@@ -193,8 +194,34 @@ def _check_shared_memory(ranks: int) -> None:
         )
 
 
+# Controls other than tab, line feed, form feed, carriage return and the two colours of chat/chat_examples.py, and the marks that
+# change the direction of text: a name in a foreign file could move the cursor or hide what a line says.
+_CONTROL = re.compile(
+    "\x1b(?!\\[(?:32|0)m)|[\0-\x08\x0b\x0e-\x1a\x1c-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
+)
+
+
+class _Escaped(io.TextIOWrapper):
+    """Standard stream that prints control characters as escapes, such as \\x1b."""
+
+    escapes = True
+
+    def write(self, text: str) -> int:
+        shown = text
+        if self.escapes:
+            shown = _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+        super().write(shown)
+        return len(text)
+
+
+def print_as_is() -> None:
+    """Leave control characters in standard output, whose text is the result, unless it is a terminal."""
+    if isinstance(sys.stdout, _Escaped) and not sys.stdout.isatty():
+        sys.stdout.escapes = False
+
+
 def open_streams() -> None:
-    """Open closed standard streams on the null device, and let all streams print any path.
+    """Open closed standard streams on the null device, and let all streams print any path and no control character.
 
     Otherwise the next opened file would get a closed stream's descriptor, and library output.
     """
@@ -210,10 +237,20 @@ def open_streams() -> None:
             setattr(sys, name, null)
             setattr(sys, f"__{name}__", null)
     # Path bytes that are invalid in the locale's encoding are surrogates.
-    for stream in (sys.stdout, sys.stderr):
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
         if not isinstance(stream, io.TextIOWrapper):
             continue
-        if codecs.lookup(stream.encoding).name in ("ascii", "utf-8"):
-            stream.reconfigure(encoding="utf-8", errors="surrogateescape")
-        else:
-            stream.reconfigure(errors="backslashreplace")
+        encoding = stream.encoding
+        errors = "backslashreplace"
+        if codecs.lookup(encoding).name in ("ascii", "utf-8"):
+            encoding = "utf-8"
+            errors = "surrogateescape"
+        escaped = _Escaped(
+            stream.buffer,
+            encoding,
+            errors,
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
+        setattr(sys, name, escaped)

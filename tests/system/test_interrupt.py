@@ -1,5 +1,6 @@
 """Interrupts while importing, standard streams that are closed or full, variables that mislead: one line each."""
 
+import json
 import os
 import signal
 import subprocess
@@ -170,3 +171,29 @@ def test_a_process_that_torchrun_started_alone_is_any_process():
 def test_a_variable_that_misleads_is_named_before_anything_is_loaded(name, value):
     shown = value.split(",")[0][:40]
     run_python(*COMMAND, code=2, **{name: value}).mistake(f"{name}={shown}")
+
+
+CONTROLS = "a\x1b[2Jb\x07\x9b\u202ec\x1b[32md\x1b[0m\te\n"
+ESCAPED = "a\\x1b[2Jb\\x07\\x9b\\u202ec\x1b[32md\x1b[0m\te\n"
+
+
+@pytest.mark.parametrize("as_is", [False, True])
+def test_control_characters_are_printed_as_escapes(as_is):
+    code = (
+        "import sys; from fugaku_megatron.start import environment; environment.open_streams()\n"
+        f"{'environment.print_as_is()' if as_is else ''}\n"
+        f"print({CONTROLS!r}, end=''); print({CONTROLS!r}, end='', file=sys.stderr)\n"
+        f"raise ValueError({CONTROLS!r})"
+    )
+    done = run([sys.executable, "-c", code], stdout=subprocess.PIPE, encoding="utf-8")
+    assert done.stdout == (CONTROLS if as_is else ESCAPED)
+    assert done.stderr.startswith(ESCAPED) and "\x1b[2J" not in done.stderr
+
+
+def test_a_name_in_a_foreign_file_reaches_no_terminal_with_control_characters(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"\x1b]0;title\x07": 1}) + "\n")
+    words = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "96"]
+    files = ["--input", f"{tmp_path}/a.jsonl", "--output-prefix", f"{tmp_path}/o"]
+    done = run([*CLI, "preprocess", *words, *files])
+    assert done.returncode == 2 and "\\x1b]0;title\\x07" in done.stderr
+    assert "\x1b" not in done.stderr
