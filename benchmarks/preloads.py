@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 from fugaku_megatron.config.fields import check
-from fugaku_megatron.start.private_folder import make_private
+from fugaku_megatron.text.written_files import make_private
 
 # name -> Debian and Ubuntu package, sonames in the order of preference
 LIBRARIES = {
