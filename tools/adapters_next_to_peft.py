@@ -58,6 +58,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "mlp_only_layers": [1],
     },
+    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
 }
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

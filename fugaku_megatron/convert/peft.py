@@ -322,6 +322,11 @@ def _open(path: Path, weights: Weights, base: JsonObject) -> Weights:
             _is_number(config.get(name, 0)),
             f"{CONFIG}: {name} is {config.get(name)!r:.60}, not a number",
         )
+    rslora = config.get("use_rslora")
+    check(
+        rslora is None or isinstance(rslora, bool),
+        f"{CONFIG}: use_rslora is {rslora!r:.60}, not true or false",
+    )
     check((path / TENSORS).is_file(), f"{path / TENSORS} is missing")
     files = TensorDirectory(path, header(path / TENSORS))
     read = _Reader(config, files, weights)

@@ -245,6 +245,7 @@ def test_patterns_of_ranks_and_scales(tmp_path):
         ("", {"rank_pattern": {"q_proj": "4"}}, "rank_pattern has '4' for 'q_proj', not a number"),
         ("", {"rank_pattern": {"q_proj": 0}}, "rank_pattern is 0, not a number above 0"),
         ("", {"r": 0}, "r is 0, not a number above 0"),
+        ("", {"use_rslora": "false"}, "use_rslora is 'false', not true or false"),
         ("", {"r": None}, "r is None, not a number above 0"),
         ("", {"r": 2}, "needs [2, 48] with the rank 2 of adapter_config.json"),
         ("", {"lora_alpha": 0, "alpha_pattern": {"q_proj": 8}}, "lora_alpha is 0"),
