@@ -304,6 +304,21 @@ def test_a_call_that_is_not_rendered_is_refused_if_the_answer_is_empty(tmp_path,
         template.encode(chat_of({"messages": messages}, "chat"))
 
 
+@pytest.mark.parametrize("kind", ["trimmed offsets", "in Python"])
+def test_tokenizers_with_other_offsets_mark_the_same_tokens(tmp_path, monkeypatch, kind):
+    """Trimmed offsets leave out white space at both ends of a token; tokenizers in Python have none."""
+    tokenizer = tokenizer_of(tmp_path, CHATML)
+    template = ChatTemplate(tokenizer, CHATML)
+    talks = [talk for talk in CHATS.values() if all(m.get("content") for m in talk)]
+    expected = [encoded(template, tokenizer, talk) for talk in talks]
+    if kind == "in Python":
+        monkeypatch.setattr(type(tokenizer.library), "is_fast", False)
+    else:
+        trimmed = tokenizers.processors.ByteLevel(trim_offsets=True)
+        tokenizer.library.backend_tokenizer.post_processor = trimmed
+    assert [encoded(template, tokenizer, talk) for talk in talks] == expected
+
+
 # Published templates -------------------------------------------------------------------------------------------------------------
 
 TRL = importlib.util.find_spec("trl")
