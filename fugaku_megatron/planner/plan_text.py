@@ -107,7 +107,7 @@ def rates(plan: Plan) -> list[str]:
 def _row(number: int, plan: Plan, p: Prediction) -> str:
     duration = _duration(plan)
     layout = plan.layout
-    days, hours = (f"{duration[0]:.1f}", f"{duration[1]:.3g}") if duration else ("-", "-")
+    days, hours = (f"{duration[0]:.1f}", f"{duration[1]:,.0f}") if duration else ("-", "-")
     span = f"{p.lower:.4g} to {p.upper:.4g}"
     sizes = f"{layout.dp:>5} {layout.tp:>3} {layout.pp:>3} {plan.run.batch.micro_batch_size:>3}"
     return (

@@ -94,7 +94,7 @@ def check_source(load: str, save: str | None) -> None:
     check(
         own,
         f"--load {load} holds no checkpoint ({TRACKER} is not there): correct the directory, or leave --load out to start "
-        "anew; only a --load that is also --save may be empty",
+        f"anew; only a --load that is also --save may be empty{hub_note(load)}",
     )
     others = [
         p.name for p in path.glob("*") if p.is_file() and not p.name.startswith((".", *OWN_FILES))

@@ -7,7 +7,8 @@ import re
 
 from .named_files import StrPath
 
-_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # gpt2, or OWNER/MODEL
+# gpt2, or OWNER/MODEL, without the ending of a file
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(?<!\.model)(?<!\.json)")
 
 
 def is_hugging_face(directory: StrPath) -> bool:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..text.foreign_models import hub_note
 from ..text.named_files import unreadable
 from ..text.optional_packages import optional_package
 from .token_range import MODEL_REMEDY, check_range
@@ -60,7 +61,7 @@ class SentencePieceTokenizer:
     def __init__(self, path: str | Path):
         if reason := unreadable(path):
             raise ValueError(
-                f"--tokenizer-model {path}: cannot be read ({reason}); pass the path of an existing model"
+                f"--tokenizer-model {path}: cannot be read ({reason}); pass the path of an existing model{hub_note(path)}"
             )
         self._processor, model = load_pieces(path, f"--tokenizer-type {self.name}")
         self.vocab_size = len(self._processor)

@@ -808,6 +808,10 @@ COMMANDS = {
             "--tokenizer-type HuggingFaceTokenizer --tokenizer-model Qwen/Qwen3-0.6B",
             "; nothing is downloaded: ... hf download Qwen/Qwen3-0.6B --local-dir DIR writes",
         ),
+        (
+            "--tokenizer-type Llama2Tokenizer --tokenizer-model meta-llama/Llama-2-7b-hf",
+            "pass the path of an existing model; nothing is downloaded: ",
+        ),
     ],
     "supervise": [
         ("", "pass the command after --"),

@@ -117,7 +117,8 @@ def test_a_load_without_a_checkpoint_is_refused(saved, tmp_path):
     (tmp_path / "hf" / "config.json").write_text("{}")
     for load, message in (
         (tmp_path / "file", "is a file"),
-        (tmp_path / "typo", "holds no checkpoint"),
+        (tmp_path / "typo", "may be empty$"),
+        ("Qwen/Qwen3-0.6B", "holds no checkpoint .* may be empty; nothing is downloaded"),
         (tmp_path, "holds no checkpoint"),
         (tmp_path / "hf", "convert --from-hf .*hf --save NEW, and pass NEW as --pretrained"),
         (tmp_path / "loop", "is a symbolic link to itself"),
