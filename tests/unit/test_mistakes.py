@@ -30,13 +30,14 @@ POSITIVE = """
 --num-layers --hidden-size --num-attention-heads --ffn-hidden-size --seq-length --max-position-embeddings --vocab-size
 --make-vocab-size-divisible-by --init-method-std --layernorm-epsilon --embedding-multiplier --residual-multiplier --logits-scaling
 --tensor-model-parallel-size --pipeline-model-parallel-size --micro-batch-size --global-batch-size --lr --lr-decay-iters
---lr-decay-samples --lr-decay-tokens --lr-wsd-decay-iters --adam-eps --loss-scale --initial-loss-scale --min-loss-scale
+--lr-decay-samples --lr-decay-tokens --adam-eps --loss-scale --initial-loss-scale --min-loss-scale
 --loss-scale-window --hysteresis --train-samples --exit-interval --exit-duration-in-mins --eval-interval --recompute-num-layers
 --save-interval --save-interval-in-mins --keep-last --log-interval --ckpt-step --decoupled-lr --ddp-bucket-size
 --loss-spike-deviations --lora-rank --rotary-seq-len-interpolation-factor --memory-per-rank
 """.split()
 NOT_NEGATIVE = """
---min-lr --weight-decay --clip-grad --lr-warmup-iters --lr-warmup-samples --start-weight-decay --end-weight-decay --train-iters
+--min-lr --weight-decay --clip-grad --lr-warmup-iters --lr-warmup-samples --lr-wsd-decay-iters
+--start-weight-decay --end-weight-decay --train-iters
 --eval-iters
 """.split()
 FRACTIONS = "--hidden-dropout --attention-dropout --adam-beta1 --adam-beta2 --lora-dropout".split()
