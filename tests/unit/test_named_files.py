@@ -15,7 +15,6 @@ from fugaku_megatron.data.chat.chat_template import read_template
 from fugaku_megatron.data.chat.template_process import LARGEST_TEMPLATE
 from fugaku_megatron.data.data_flags import listed_data
 from fugaku_megatron.inference.generation import prompts_of
-from fugaku_megatron.inference.questions import read_questions
 from fugaku_megatron.jobs import script
 from fugaku_megatron.jobs.supervise import read_hosts
 from fugaku_megatron.observe import rank_table, trace
@@ -33,7 +32,6 @@ READERS: dict[str, Callable[[str], object]] = {
     "--yaml-cfg": lambda path: read_yaml(path),
     "--chat-template": read_template,
     "--prompts": prompts_of,
-    "--choices": lambda path: read_questions(path, NULL, 8),
     "--data-args-path": lambda path: listed_data(path, None),
     "--per-split-data-args-path": lambda path: listed_data(None, path),
     "--vocab-file": lambda path: TokenizerFlags("GPT2BPETokenizer", path, path, None).build(),

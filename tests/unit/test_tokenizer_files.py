@@ -280,17 +280,24 @@ def with_expression(folder: Path, expression: str):
     return TokenizerFlags("HuggingFaceTokenizer", None, None, write(folder, files)).build()
 
 
-@pytest.mark.parametrize("call", ["encode", "encode_many", "chat"])
+@pytest.mark.parametrize("call", ["encode", "encode_many", "offsets", "chat", "prompt"])
 def test_an_expression_that_never_ends_has_a_limit_of_time(tmp_path, monkeypatch, call):
     tokenizer = with_expression(tmp_path, r"(a*)(a*)(a*)\1x|b(?=.)")
     text = "a" * 200 + "b"  # 200**4 / 24 steps; the library's own limit is for one place of a text
     works = {
         "encode": lambda: tokenizer.encode(text),
         "encode_many": lambda: tokenizer.encode_many(["b", text]),
-        "chat": lambda: tokenizer.library(text, return_offsets_mapping=True),
+        "offsets": lambda: tokenizer.library(text, return_offsets_mapping=True),
+        "chat": lambda: template.encode(
+            Chat([user_turn(text), {"role": "assistant", "content": text}])
+        ),
+        "prompt": lambda: template.prompt([user_turn(text)]),
     }
+    template = ChatTemplate(tokenizer, "{% for m in messages %}{{ m.content }}{% endfor %}")
     monkeypatch.setattr(time_limit, "SECONDS", 0.1)
-    with pytest.raises(NeverSkipped, match=rf"--tokenizer-model {tmp_path}: did not tokenize 20"):
+    with pytest.raises(
+        NeverSkipped, match=rf"--tokenizer-model {tmp_path}: did not tokenize [24]0"
+    ):
         works[call]()
     assert tokenizer.decode(tokenizer.encode("bb")) == "bb"
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ...text.input_errors import NeverSkipped
 from ...text.named_files import JsonObject, read_text
 from ...tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
 from ...tokenizers.tokenizer import Tokenizer
@@ -116,8 +117,8 @@ class ChatTemplate:
                 )
             if not chat.texts:
                 self._check_ends(ids, trained, self._stops or self._find_stops(chat))
-        except TemplateLimit as error:
-            raise TemplateLimit(f"{chat.where}: {error}") from None
+        except NeverSkipped as error:
+            raise type(error)(f"{chat.where}: {error}") from None
         except ValueError as error:
             raise ValueError(f"{chat.where}: {error}") from None
         return signed(ids, trained)
@@ -155,7 +156,7 @@ class ChatTemplate:
             try:
                 plain = self._as_taken(Chat(messages, tools=chat.tools, options=chat.options))
                 ids, trained = self._encode_messages(plain)
-            except TemplateLimit:
+            except NeverSkipped:
                 raise
             except ValueError:
                 continue
@@ -170,7 +171,7 @@ class ChatTemplate:
             chat = Chat([{"role": "user", "content": content}])
             try:
                 texts.append(self._text(chat, chat.messages))
-            except TemplateLimit:
+            except NeverSkipped:
                 raise
             except ValueError:
                 texts.append("")
@@ -193,7 +194,7 @@ class ChatTemplate:
         if empty:
             try:
                 self._text(chat, whole)
-            except TemplateLimit:
+            except NeverSkipped:
                 raise
             except ValueError:
                 for number in empty:
@@ -324,6 +325,8 @@ class ChatTemplate:
             )
         except TemplateLimit as error:
             raise TemplateLimit(f"the chat template cannot render it ({error})") from None
+        except NeverSkipped:  # of the tokenizer
+            raise
         except Exception as error:  # any of the library, depending on what is wrong
             name = "" if isinstance(error, TemplateRefusal) else f"{type(error).__name__}: "
             reason = " ".join(f"{name}{error}".split())

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from ...text.input_errors import NeverSkipped
 from ...text.named_files import JsonObject
 from .chats import ASSISTANT, INSTEAD_OF_CONTENT, Messages, user_turn
-from .template_process import TemplateLimit
 
 MARK = "fmAnswer7Mark"  # a content that a rendering is searched for
 FORM = (
@@ -113,7 +113,7 @@ class Turns:
     def _derived(self, number: int) -> tuple[int, int]:
         try:
             return self._begin(number), self._end(number)
-        except TemplateLimit:
+        except NeverSkipped:
             raise
         except ValueError:  # NOT_FOUND, or a part of the chat that the template does not render
             return 0, 0
@@ -153,7 +153,7 @@ class Turns:
         question = [user_turn("Hello")]
         try:
             return self._header(question, self.render(question, True))
-        except TemplateLimit:
+        except NeverSkipped:
             raise
         except ValueError:
             return ""
@@ -164,7 +164,7 @@ class Turns:
             whole = [*self.messages[:number], variant, *self.messages[number + 1 :]]
             try:
                 head, mark, _ = self.render(whole, False).partition(MARK)
-            except TemplateLimit:
+            except NeverSkipped:
                 raise
             except ValueError:  # such as a tool's answer without its call
                 continue
