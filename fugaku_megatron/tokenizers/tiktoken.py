@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import heapq
 import json
 import zlib
 from pathlib import Path
@@ -66,18 +67,42 @@ class TikTokenizer(ByteLevelBPE):
         )
 
     def _merge(self, piece: str) -> tuple[int, ...]:
-        """Apply BPE: merge the pair that forms the file's first token, until none does."""
+        """Apply BPE: merge the leftmost pair that forms the file's first token, until none does.
+
+        O(n log n): a linked list of parts, and a queue of (token, position).
+        """
         whole = piece.encode()
-        parts = [whole[i : i + 1] for i in range(len(whole))]
         if whole in self._ids:
             return (self._ids[whole],)
-        while len(parts) > 1:
-            made = [self._ids.get(a + b, self.vocab_size) for a, b in zip(parts, parts[1:])]
-            first = min(range(len(made)), key=made.__getitem__)
-            if made[first] == self.vocab_size:
-                break
-            parts[first : first + 2] = [parts[first] + parts[first + 1]]
-        return tuple(self._ids[part] for part in parts)
+        end = len(whole)
+        parts = [whole[i : i + 1] for i in range(end)]
+        before = list(range(-1, end - 1))
+        after = list(range(1, end + 1))
+        queue: list[tuple[int, int]] = []
+
+        def token_at(i: int) -> int | None:
+            return self._ids.get(parts[i] + parts[after[i]]) if after[i] < end else None
+
+        def note_pair(i: int) -> None:
+            token = token_at(i)
+            if token is not None:
+                heapq.heappush(queue, (token, i))
+
+        for i in range(end):
+            note_pair(i)
+        while queue:
+            token, i = heapq.heappop(queue)
+            if not parts[i] or token_at(i) != token:
+                continue  # an earlier merge took one of the two
+            parts[i] += parts[after[i]]
+            parts[after[i]] = b""
+            after[i] = after[after[i]]
+            if after[i] < end:
+                before[after[i]] = i
+                note_pair(i)
+            if before[i] >= 0:
+                note_pair(before[i])
+        return tuple(self._ids[part] for part in parts if part)
 
 
 def _read_tokens(path: str | Path, count: int) -> list[bytes]:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import sentencepiece
 import transformers
@@ -27,6 +28,7 @@ from fugaku_megatron.tokenizers.sentencepiece_tokenizer import SentencePieceToke
 from fugaku_megatron.tokenizers.tokenizer import TOKENIZERS, TokenizerFlags
 from tests.checks.generation import save_trained
 from tests.checks.tokenizers import PIECES, TEXTS, TOKENS, write_hugging_face, write_sentencepiece
+from tests.time_limit import time_limit
 
 
 @pytest.fixture(scope="module")
@@ -391,6 +393,37 @@ def test_tiktoken_files(tmp_path, pattern):
         assert tokenizer.count_bytes(ids) == len(text.replace("\ud800", "\ufffd").encode())
     with pytest.raises(ValueError, match="token id 287 is outside the vocabulary of 287"):
         tokenizer.decode([287])
+
+
+def merged_by_definition(piece: bytes, ids: dict[bytes, int]) -> list[int]:
+    """Merge the leftmost pair of the first token, until no pair forms a token."""
+    parts = [piece[i : i + 1] for i in range(len(piece))]
+    while any(a + b in ids for a, b in zip(parts, parts[1:])):
+        made = [ids.get(a + b, len(ids)) for a, b in zip(parts, parts[1:])]
+        first = made.index(min(made))
+        parts[first : first + 2] = [parts[first] + parts[first + 1]]
+    return [ids[part] for part in parts]
+
+
+def test_tiktoken_merges_as_defined_and_long_pieces_in_time(tmp_path):
+    random = np.random.RandomState(0)
+    merged = {bytes(random.choice([97, 98, 99], random.randint(2, 7))) for _ in range(60)}
+    tokens = [*(bytes([i]) for i in range(256)), *random.permutation(sorted(merged)).tolist()]
+    rows = [
+        {"rank": i, "token_bytes": base64.b64encode(token).decode()}
+        for i, token in enumerate(tokens)
+    ]
+    (tmp_path / "tokens.json").write_text(json.dumps(rows))
+    size = len(tokens) + 7
+    flags = TokenizerFlags("TikTokenizer", None, None, tmp_path / "tokens.json", size, "v2", 7)
+    tokenizer = flags.build()
+    ids = {token: i + 7 for i, token in enumerate(tokens)}
+    for _ in range(300):
+        piece = bytes(random.choice([97, 98, 99], random.randint(7, 40)))
+        assert tokenizer.encode(piece) == merged_by_definition(piece, ids)
+    long = bytes(random.choice([97, 98, 99], 10**5))
+    with time_limit():
+        assert tokenizer.decode_bytes(tokenizer.encode(long)) == long
 
 
 @pytest.mark.parametrize(
