@@ -27,7 +27,6 @@ from tests.time_limit import time_limit
 from tests.tokenizer_files import make
 
 VOCABULARY = make.HERE / "two_files" / "vocab.json"
-NULL = TokenizerFlags("NullTokenizer", None, None, None, vocab_size=16).build()
 READERS: dict[str, Callable[[str], object]] = {
     "--yaml-cfg": lambda path: read_yaml(path),
     "--chat-template": read_template,
