@@ -101,10 +101,6 @@ COMMANDS = {
         "reproduction.tables",
         "the published benchmark tables: printed, corrected, recomputed and modelled",
     ),
-    "fit": ModuleCommand(
-        "reproduction.fit",
-        "a change of the performance model: fit its parameters to those tables again",
-    ),
 }
 
 

@@ -2,7 +2,7 @@
 
 A style counts, per layer and micro-batch, moves and allocations of each kind of tensor: hidden (s,
 b, h), qkv (s, b, 3h/t), context (s, b, h/t), scores (b, n/t, s, s), mlp (s, b, f/t), logits (s, b,
-v/t). fitted.json has fitted values; priors.json has log-normal priors with unit, meaning and
+v/t). fitted.json has fitted values, tools/priors.json log-normal priors with unit, meaning and
 source.
 """
 
@@ -25,7 +25,7 @@ FITTED = Path(__file__).parent / "fitted.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """One software group's values; see priors.json. A rate 0 is the machine's own.
+    """One software group's values; see tools/priors.json. A rate 0 is the machine's own.
 
     attention_forward, attention_backward: a fused kernel's share of peak without dropout on the
         matmuls below the diagonal (two in forward, five in backward): maximum / (1 + half / s) at
@@ -57,7 +57,7 @@ class Parameters:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryParameters:
-    """Memory model values; see priors.json. threads: on a node with this project's kernels."""
+    """Memory model values; see tools/priors.json. threads: on a node with this project's kernels."""
 
     base_mib: float = 600.0
     glibc_mib: float = 0.0

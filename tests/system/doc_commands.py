@@ -333,9 +333,9 @@ CHANGES = (
     ("docs/install.md", "--train-iters 20", "--train-iters 2", "2 iterations instead of 20"),
     (
         "docs/performance.md",
-        "fugaku-megatron fit\n",
+        "python -m tools.fit\n",
         f"{ELSEWHERE}\n",
-        "30 s; tests/unit/test_perf_fit.py",
+        "minutes; tests/unit/test_fit.py",
     ),
     (
         "docs/report.md",

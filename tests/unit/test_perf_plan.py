@@ -19,7 +19,6 @@ from fugaku_megatron.costs.parameters import virtual_stage_parameters
 from fugaku_megatron.planner import plan, search
 from fugaku_megatron.planner.predict import run_of, system_of
 from fugaku_megatron.planner.system import System
-from fugaku_megatron.reproduction import fit
 from tests.time_limit import time_limit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -327,7 +326,6 @@ ONE_NODE = "plan --recipe demo --nodes 1 --ranks-per-node 1".split()
     [
         (ONE_NODE, "--png"),
         ([*ONE_NODE, "--json"], "--png"),
-        (["fit"], "--output"),
         (["tables"], "--csv"),
         (["tables"], "--png"),
         (["calibrate"], "--output"),
@@ -345,7 +343,6 @@ def test_a_place_that_takes_no_file_is_one_line_before_the_work(
     command, flag, place, message, tmp_path, capsys, monkeypatch
 ):
     (tmp_path / "a.json").mkdir()
-    monkeypatch.setattr(fit, "make_report", lambda group: pytest.fail("the fit began"))
     assert program.main([*command, flag, place.format(here=tmp_path)]) == 2
     out, err = capsys.readouterr()
     assert (

@@ -2,7 +2,9 @@
 
 Times and memory are fitted separately, one set of parameters for each group of software; fitted.json holds values and intervals.
 
-    fugaku-megatron fit --output fitted.json
+    python -m tools.fit --output fitted.json
+
+It needs scipy (requirements-test.txt).
 """
 
 from __future__ import annotations
@@ -15,19 +17,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from scipy.optimize import least_squares
+from scipy.stats import spearmanr
 
-from ..cli.output_files import check_file, writing
-from ..config.layout import Layout
-from ..config.run_config import RunConfig
-from ..planner import memory, model
-from ..planner.software import FITTED, MemoryParameters, Parameters
-from ..planner.system import System
-from ..text.named_files import JsonObject
-from ..text.numbers import rounded
-from ..text.written_files import named_file
-from .rows import Row, known, load, row_system
+from fugaku_megatron.cli.output_files import check_file, writing
+from fugaku_megatron.config.layout import Layout
+from fugaku_megatron.config.run_config import RunConfig
+from fugaku_megatron.planner import memory, model
+from fugaku_megatron.planner.software import FITTED, MemoryParameters, Parameters
+from fugaku_megatron.planner.system import System
+from fugaku_megatron.reproduction.rows import Row, known, load, row_system
+from fugaku_megatron.text.named_files import JsonObject
+from fugaku_megatron.text.numbers import rounded
+from fugaku_megatron.text.written_files import named_file
 
-PRIORS_FILE = FITTED.parent / "priors.json"
+PRIORS_FILE = Path(__file__).parent / "priors.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +57,9 @@ def priors_of(kind: str) -> dict[str, tuple[Prior, ...]]:
 
 PRIORS = priors_of("time")
 MEMORY_PRIORS = priors_of("memory")
-CHANGE = 1e-4  # change of a parameter's logarithm in finite differences
 HUBER = 1.5  # residuals beyond this many standard deviations count linearly
 FLOOR = 1e-6  # lower bound of parameters whose own bound is 0, which has no logarithm
-ITERATIONS = 40
-ENOUGH = 1e-3  # the iteration ends when chi square, to which a row adds about 1, falls by less
+ENOUGH = 1e-5  # the iteration ends when the sum of squares falls by less than this share
 
 Values = dict[str, float]
 
@@ -88,57 +90,40 @@ def solve(
     centre = np.log([p.prior for p in priors])
     spread = np.array([p.spread for p in priors])
 
+    def values(x: np.ndarray) -> Values:
+        return {p.name: float(np.exp(v)) for p, v in zip(priors, x)}
+
     def residuals(x: np.ndarray) -> np.ndarray:
-        errors: np.ndarray = np.log(np.asarray(predict(_values(priors, x)), float)) - target
-        return errors
+        errors = np.log(np.asarray(predict(values(x)), float)) - target
+        return np.concatenate([errors / noise, (x - centre) / spread])
 
-    def cost(r: np.ndarray, x: np.ndarray) -> float:
-        z = np.abs(r / noise)
-        return float(
-            np.where(z < HUBER, z**2, 2 * HUBER * z - HUBER**2).sum()
-            + (((x - centre) / spread) ** 2).sum()
-        )
+    def loss(squares: np.ndarray) -> np.ndarray:
+        """Return Huber's loss of the rows and the squares of the priors, with derivatives.
 
-    x = np.log([start[p.name] for p in priors]) if start else centre.copy()
-    damping = 1e-2
-    r = residuals(x)
-    for _ in range(ITERATIONS):
-        jacobian = _jacobian(residuals, x, r, high)
-        weight = np.minimum(1, HUBER * noise / np.maximum(np.abs(r), 1e-12)) / noise**2
-        normal = jacobian.T @ (weight[:, None] * jacobian) + np.diag(spread**-2.0)
-        gradient = jacobian.T @ (weight * r) + (x - centre) / spread**2
-        # At a bound and pushed against it.
-        held = ((x <= low) & (gradient > 0)) | ((x >= high) & (gradient < 0))
-        damped = (normal + damping * np.diag(np.diag(normal)))[np.ix_(~held, ~held)]
-        trial = x.copy()
-        trial[~held] = np.clip(
-            x[~held] - np.linalg.solve(damped, gradient[~held]), low[~held], high[~held]
-        )
-        trial_r = residuals(trial)
-        gain = cost(r, x) - cost(trial_r, trial)
-        damping = damping / 5 if gain > 0 else damping * 5
-        if gain > 0:
-            x = trial
-            r = trial_r
-        if 0 <= gain < ENOUGH or damping > 1e6:
-            break
-    return Solution(values=_values(priors, x), covariance=np.linalg.inv(normal), residuals=r)
+        The second derivative is left out: the Jacobian's square is then the Hessian with Huber's weights.
+        """
+        size = np.sqrt(squares)
+        is_far = size > HUBER
+        is_far[len(target) :] = False
+        size = np.maximum(size, HUBER)
+        value = np.where(is_far, 2 * HUBER * size - HUBER**2, squares)
+        slope = np.where(is_far, HUBER / size, 1.0)
+        return np.stack([value, slope, np.zeros_like(slope)])
 
-
-def _values(priors: Sequence[Prior], x: np.ndarray) -> Values:
-    return {p.name: float(np.exp(v)) for p, v in zip(priors, x)}
-
-
-def _jacobian(
-    residuals: Callable[[np.ndarray], np.ndarray], x: np.ndarray, r: np.ndarray, high: np.ndarray
-) -> np.ndarray:
-    columns = []
-    for i in range(len(x)):
-        moved = x.copy()
-        step = CHANGE if x[i] + CHANGE <= high[i] else -CHANGE
-        moved[i] += step
-        columns.append((residuals(moved) - r) / step)
-    return np.stack(columns, axis=1)
+    x = np.log([start[p.name] for p in priors]) if start else centre
+    found = least_squares(
+        residuals,
+        np.clip(x, low, high),
+        bounds=(low, high),
+        method="dogbox",
+        loss=loss,
+        ftol=ENOUGH,
+    )
+    return Solution(
+        values=values(found.x),
+        covariance=np.linalg.inv(found.jac.T @ found.jac),
+        residuals=found.fun[: len(target)] * noise,
+    )
 
 
 # standard deviations of the logarithm of a row: campaigns differ by 5 to 13 %
@@ -301,14 +286,8 @@ def rms(residuals: np.ndarray) -> float:
     return float(np.sqrt((residuals**2).mean()))
 
 
-def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return the rank correlation; ties share their mean rank."""
-
-    def ranks(values: Sequence[float]) -> np.ndarray:
-        array = np.asarray(values)
-        return np.array([(array < v).sum() + ((array == v).sum() - 1) / 2 for v in array])
-
-    return float(np.corrcoef(ranks(a), ranks(b))[0, 1])
+def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    return float(spearmanr(a, b).statistic)
 
 
 def wrong_ooms(group: str, values: Values) -> tuple[list[str], int]:
@@ -365,7 +344,7 @@ def make_report(group: str) -> Report:
         ),
         wrong_ooms=tuple(wrong),
         oom_rows=judged,
-        spearman=spearman(
+        spearman=rank_correlation(
             [p for r, p in pairs if first(r)], [known(r.seconds) for r in rows if first(r)]
         ),
         ranges=_ranges(rows),
@@ -457,7 +436,8 @@ def _columns(e: Error) -> str:
     return f"{e.name:<44}{e.rows:>6}{100 * e.mean:>7.1f}{100 * e.worst:>7.1f}{100 * e.bias:>+7.1f}"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--output",
         type=Path,
@@ -465,10 +445,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="where values go (default: the package's own)",
     )
-
-
-def main(args: argparse.Namespace) -> int:
-    check_file("--output", args.output)
+    output = parser.parse_args(words).output
+    check_file("--output", output)
     data = {}
     for group in PRIORS:
         print(
@@ -477,7 +455,11 @@ def main(args: argparse.Namespace) -> int:
         report = make_report(group)
         print(text(report), flush=True)
         data[group] = as_json(report)
-    with writing("--output", args.output), open(args.output, "w", opener=named_file) as file:
+    with writing("--output", output), open(output, "w", opener=named_file) as file:
         file.write(json.dumps(data, indent=1) + "\n")
-    print(f"\nwrote {args.output}")
+    print(f"\nwrote {output}")
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
