@@ -397,8 +397,6 @@ def calibrate(world: Comm, output: Path) -> None:
     data = describe(measured_name(threads), node, team, network, memory_gib)
     with writing("--output", output), open(output, "w", opener=named_file) as file:
         file.write(json.dumps(data, indent=1) + "\n")
-    for key, constant in data["constants"].items():
-        print(f"{key:<20} {constant['value']}   ({constant['source']})")
     try:
         nominal_ghz = psutil.cpu_freq().current / 1e3
     except (AttributeError, NotImplementedError, OSError):  # unknown

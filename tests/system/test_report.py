@@ -109,7 +109,7 @@ def test_a_killed_run_leaves_a_partial_report(tmp_path):
             and list(data["sections"])[:2] == ["host", "kernels"]
         )
         assert (
-            "Partial" in (tmp_path / "report.html").read_text()
+            "PARTIAL" in (tmp_path / "report.html").read_text()
             and "PARTIAL" in (tmp_path / "report.txt").read_text()
         )
         assert_no_names(tmp_path)
