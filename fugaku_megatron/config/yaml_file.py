@@ -1,65 +1,45 @@
-"""Strict YAML reader: each mistake is a one-line ValueError.
+"""Strict YAML 1.2 reader: each mistake is a one-line ValueError.
 
-PyYAML silently accepts duplicate keys, reads 010 as 8 and 1:30 as 90, and raises errors of many
-kinds, some without a line.
+ruamel.yaml refuses duplicate keys. Values are those of YAML's core schema; a date is text.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 from ..text.named_files import read_text
+from ..text.optional_packages import optional_package
 from .fields import check
 
-LARGEST = 2**18  # bytes; PyYAML reads about 250 KB per second
+LARGEST = 2**18  # bytes; ruamel.yaml reads about 100 KB per second
 MAX_NODES = 10_000  # aliases in a few lines can expand to billions of nodes
-YAML_TAG = "tag:yaml.org,2002:"
-# Names of types, by tag.
-SCALARS = {
-    "str": "text",
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "null": "null",
-    "timestamp": "a date",
-}
-COLLECTIONS = {"map": "MappingNode", "seq": "SequenceNode"}
-# Numbers with a surprising value in YAML 1.1: 010 is 8, and 1:30 is 90.
-SURPRISING = re.compile(r"[-+]?0_*[0-9][0-9_]*|[^:]*:.*")
+TAG = "tag:yaml.org,2002:"
+OCTAL = re.compile(r"[-+]?0_*[0-9][0-9_]*")  # in YAML 1.1, which Megatron-LM reads
+CORE = ("null", "bool", "int", "float", "str", "seq", "map")
 
 
 def read_yaml(path: str) -> dict[str, Any]:
     """Return the keys in the file of --yaml-cfg. Raises ValueError, with file and line."""
     where = f"--yaml-cfg {path}"
-    try:
-        import yaml
-    except ImportError:
-        raise ValueError(
-            f"{where}: a package is missing: pip install PyYAML, or this package with its "
-            "extra [yaml]"
-        ) from None
+    ruamel = optional_package("ruamel.yaml", "yaml", where)
     text = read_text(path, "--yaml-cfg", largest=LARGEST)
-    loader: Any = None
+    reader = ruamel.YAML(typ="safe", pure=True)
+    reader.Constructor = _core_constructor(ruamel, where)
     try:
-        loader = yaml.SafeLoader(text)
-        root = loader.get_single_node()
-        _check_size(where, root)
-        for node in _nodes(root):
-            _check_node(where, loader, node)
-        top: Any = None if root is None else loader.construct_document(root)
-    except yaml.reader.ReaderError as error:
+        top = reader.load(text)
+    except ruamel.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ValueError(
             f"{where}: cannot be read: line {line}: the character #x{error.character:04x} is not "
             "allowed: remove it"
         ) from None
-    except yaml.MarkedYAMLError as error:
+    except ruamel.error.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        reasons = filter(None, (error.context, error.problem))
+        reasons = ": ".join(filter(None, (error.context, error.problem)))
         raise ValueError(
-            f"{where}: cannot be read: {_line(mark)}{': '.join(map(str, reasons))}: correct the line"
+            f"{where}: cannot be read: line {mark.line + 1}: {reasons:.200}: correct the line"
         ) from None
     except RecursionError:
         raise ValueError(
@@ -67,10 +47,7 @@ def read_yaml(path: str) -> dict[str, Any]:
             "value on each line"
         ) from None
     except OverflowError as error:  # an escape beyond the last character
-        line = loader.line + 1
-        raise ValueError(
-            f"{where}: cannot be read: line {line}: {error}: correct the line"
-        ) from None
+        raise ValueError(f"{where}: cannot be read: {error}: correct the line") from None
     check(
         isinstance(top, dict),
         f"{where}: it holds no keys: pass a file with lines such as `num_layers: 24`",
@@ -78,84 +55,42 @@ def read_yaml(path: str) -> dict[str, Any]:
     return dict(top)
 
 
-def _line(mark: Any) -> str:
-    return "" if mark is None else f"line {mark.line + 1}: "
+def _core_constructor(ruamel: Any, where: str) -> type:
+    """Return a constructor of the core schema's values, which names the line of a wrong value."""
+    safe = ruamel.constructor.SafeConstructor
 
+    class CoreConstructor(safe):  # type: ignore[misc, valid-type]
+        yaml_constructors: ClassVar[dict[str | None, Any]] = {
+            **{f"{TAG}{name}": safe.yaml_constructors[f"{TAG}{name}"] for name in CORE},
+            f"{TAG}timestamp": safe.construct_yaml_str,
+            None: safe.construct_undefined,
+        }
 
-def _check_size(where: str, root: Any) -> None:
-    """Raise ValueError above MAX_NODES nodes with aliases expanded."""
-    counts: dict[int, int] = {}
-
-    def count(node: Any) -> int:
-        """Count a subtree's nodes; above MAX_NODES for a node that contains itself."""
-        if id(node) not in counts:
-            counts[id(node)] = MAX_NODES + 1  # while its children are counted
-            counts[id(node)] = 1 + sum(map(count, _children(node)))
-        return counts[id(node)]
-
-    check(
-        root is None or count(root) <= MAX_NODES,
-        f"{where}: its aliases stand for more than {MAX_NODES} values: write the values out",
-    )
-
-
-def _children(node: Any) -> Iterator[Any]:
-    for child in node.value if isinstance(node.value, list) else ():
-        if isinstance(child, tuple):
-            yield from child
-        else:
-            yield child
-
-
-def _nodes(root: Any) -> Iterator[Any]:
-    seen: set[int] = set()
-    waiting = [] if root is None else [root]
-    while waiting:
-        node = waiting.pop()
-        if id(node) not in seen:
-            seen.add(id(node))
-            yield node
-            waiting.extend(reversed(list(_children(node))))
-
-
-def _check_node(where: str, loader: Any, node: Any) -> None:
-    """Raise ValueError, with the line, if YAML misreads a value or a key."""
-    begin = f"{where}: {_line(node.start_mark)}"
-    kind = node.tag.removeprefix(YAML_TAG)
-    is_scalar = isinstance(node.value, str)
-    if is_scalar and kind in ("merge", "value"):
-        return  # a key that PyYAML checks
-    check(
-        kind in SCALARS if is_scalar else type(node).__name__ == COLLECTIONS.get(kind),
-        f"{begin}the tag {node.tag!r:.60} is not for this value: leave it out",
-    )
-    if is_scalar:
-        try:
-            value = str(loader.construct_object(node))
-        except (ValueError, LookupError, AttributeError, TypeError, OverflowError):
-            raise ValueError(
-                f"{begin}{node.value!r:.60} is not {SCALARS[kind]}: correct it, or put text in quotes"
-            ) from None
-        if kind in ("int", "float") and SURPRISING.fullmatch(node.value):
-            raise ValueError(
-                f"{begin}{node.value:.60} is {value:.60} in YAML: write that, or put text in quotes"
+        def construct_document(self, node: Any) -> Any:
+            check(
+                _count(node, {}) <= MAX_NODES,
+                f"{where}: its aliases stand for more than {MAX_NODES} values: write the values out",
             )
-    if kind == "map":
-        _check_keys(where, node)
+            return super().construct_document(node)
+
+        def construct_object(self, node: Any, deep: bool = False) -> Any:
+            mistake = partial(ruamel.constructor.ConstructorError, problem_mark=node.start_mark)
+            kind = node.tag.removeprefix(TAG)
+            if kind == "int" and OCTAL.fullmatch(str(node.value)):
+                raise mistake(problem=f"{node.value:.60} is octal in YAML 1.1, and decimal in 1.2")
+            try:
+                return super().construct_object(node, deep)
+            except (ValueError, LookupError, OverflowError):
+                raise mistake(problem=f"{node.value!r:.60} is no {kind}") from None
+
+    return CoreConstructor
 
 
-def _check_keys(where: str, node: Any) -> None:
-    lines: dict[str, int] = {}
-    for key, _ in node.value:
-        line = key.start_mark.line + 1
-        is_text = key.tag in (f"{YAML_TAG}str", f"{YAML_TAG}merge")
-        shown = key.value if isinstance(key.value, str) else "of this line"
-        check(
-            is_text and isinstance(key.value, str),
-            f"{where}: line {line}: the key {shown:.60} is not text: write a flag's name, such as num_layers",
-        )
-        check(
-            key.value not in lines,
-            f"{where}: {key.value:.60} stands on the lines {lines.get(key.value)} and {line}: leave one out",
-        )
-        lines[key.value] = line
+def _count(node: Any, counts: dict[int, int]) -> int:
+    """Return a tree's nodes with aliases expanded; above MAX_NODES if it contains itself."""
+    if id(node) not in counts:
+        counts[id(node)] = MAX_NODES + 1  # while its children are counted
+        children = node.value if isinstance(node.value, list) else []
+        pairs = (child if isinstance(child, tuple) else (child,) for child in children)
+        counts[id(node)] = 1 + sum(_count(child, counts) for pair in pairs for child in pair)
+    return counts[id(node)]

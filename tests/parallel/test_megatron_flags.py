@@ -577,10 +577,9 @@ def test_mistakes_in_a_yaml_file_name_the_file_and_the_key(tmp_path, text, messa
 
 
 def test_a_yaml_file_needs_a_package(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "yaml", None)
+    monkeypatch.setitem(sys.modules, "ruamel.yaml", None)
     with pytest.raises(
-        ValueError,
-        match="--yaml-cfg x: a package is missing: pip install PyYAML, or this package with its extra",
+        ValueError, match=r"--yaml-cfg x needs the Python package .* extra \[yaml\]"
     ):
         parse(["--yaml-cfg", "x"])
 

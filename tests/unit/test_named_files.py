@@ -47,7 +47,7 @@ READERS: dict[str, Callable[[str], object]] = {
 
 @pytest.mark.parametrize("flag", READERS)
 def test_what_is_no_file_is_refused_at_once(flag, tmp_path):
-    pytest.importorskip("yaml")
+    pytest.importorskip("ruamel.yaml")
     pytest.importorskip("sentencepiece")
     fifo = tmp_path / "fifo.json"
     os.mkfifo(fifo)
