@@ -1,10 +1,9 @@
-"""Byte-level BPE of a JSON list of tokens, after special tokens (Megatron-core's tiktoken_tokenizer.py)."""
+"""Byte-level BPE of a JSON list of tokens, by the library tiktoken, after special tokens (Megatron-core's tiktoken_tokenizer.py)."""
 
 from __future__ import annotations
 
 import base64
 import binascii
-import heapq
 import json
 import zlib
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import regex
 
 from ..text.named_files import read_text
+from ..text.optional_packages import optional_package
 from .byte_level_bpe import ByteLevelBPE
 
 _WORD_V2 = (
@@ -49,6 +49,7 @@ class TikTokenizer(ByteLevelBPE):
         pattern: str,
         special: int,
     ):
+        tiktoken = optional_package("tiktoken", "tiktoken", f"--tokenizer-type {self.name}")
         size = vocab_size or DEFAULT_SIZE
         if not len(SPECIAL) <= special < size:
             raise ValueError(
@@ -57,7 +58,13 @@ class TikTokenizer(ByteLevelBPE):
             )
         names = [*SPECIAL, *(f"<SPECIAL_{i}>" for i in range(len(SPECIAL), special))]
         tokens = _read_tokens(path, size - special)
-        self._ids = {token: special + i for i, token in enumerate(tokens)}
+        # Pieces are cut here: a pattern of tiktoken's ends the process at a million spaces.
+        self._whole = tiktoken.Encoding(
+            "piece",
+            pat_str="(?s:.+)",
+            mergeable_ranks={token: special + i for i, token in enumerate(tokens)},
+            special_tokens={},
+        )
         self.eod = SPECIAL.index("</s>")
         self.checksum = zlib.crc32(repr((tokens, special, pattern)).encode())
         super().__init__(
@@ -67,42 +74,7 @@ class TikTokenizer(ByteLevelBPE):
         )
 
     def _merge(self, piece: str) -> tuple[int, ...]:
-        """Apply BPE: merge the leftmost pair that forms the file's first token, until none does.
-
-        O(n log n): a linked list of parts, and a queue of (token, position).
-        """
-        whole = piece.encode()
-        if whole in self._ids:
-            return (self._ids[whole],)
-        end = len(whole)
-        parts = [whole[i : i + 1] for i in range(end)]
-        before = list(range(-1, end - 1))
-        after = list(range(1, end + 1))
-        queue: list[tuple[int, int]] = []
-
-        def token_at(i: int) -> int | None:
-            return self._ids.get(parts[i] + parts[after[i]]) if after[i] < end else None
-
-        def note_pair(i: int) -> None:
-            token = token_at(i)
-            if token is not None:
-                heapq.heappush(queue, (token, i))
-
-        for i in range(end):
-            note_pair(i)
-        while queue:
-            token, i = heapq.heappop(queue)
-            if not parts[i] or token_at(i) != token:
-                continue  # an earlier merge took one of the two
-            parts[i] += parts[after[i]]
-            parts[after[i]] = b""
-            after[i] = after[after[i]]
-            if after[i] < end:
-                before[after[i]] = i
-                note_pair(i)
-            if before[i] >= 0:
-                note_pair(before[i])
-        return tuple(self._ids[part] for part in parts if part)
+        return tuple(self._whole.encode_ordinary(piece))
 
 
 def _read_tokens(path: str | Path, count: int) -> list[bytes]:

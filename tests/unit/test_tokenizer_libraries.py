@@ -424,6 +424,7 @@ def test_tiktoken_merges_as_defined_and_long_pieces_in_time(tmp_path):
     long = bytes(random.choice([97, 98, 99], 10**5))
     with time_limit():
         assert tokenizer.decode_bytes(tokenizer.encode(long)) == long
+        assert len(tokenizer.encode(" " * 10**6)) == 10**6
 
 
 @pytest.mark.parametrize(
@@ -446,6 +447,14 @@ def test_damaged_tiktoken_files(tmp_path, text, size, special, message):
         path.write_text(text)
     with pytest.raises(ValueError, match=message):
         TokenizerFlags("TikTokenizer", None, None, path, size, "v2", special).build()
+
+
+def test_tiktoken_is_an_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    with pytest.raises(
+        ValueError, match=r"--tokenizer-type TikTokenizer needs .* extra \[tiktoken\]"
+    ):
+        TokenizerFlags("TikTokenizer", None, None, tmp_path / "tokens.json").build()
 
 
 def test_the_fork_of_fugaku_gives_its_sentencepiece_model_as_a_vocab_file(tmp_path):
