@@ -1,7 +1,7 @@
 """Runs one family of benchmarks:
 
-    python -m benchmarks {gemm,experts,attention,rowwise,delta_net,step,alloc,tables,sequences,comm,two_hosts,schedule,save,watch,
-                          decode,formats,adapters} [options]
+    python -m benchmarks {gemm,experts,attention,rowwise,delta_net,step,alloc,tables,sequences,two_hosts,schedule,watch,decode,formats,
+                          adapters} [options]
 
 A family is described in core.py. One that measures torch in this process has TORCH_HERE: the process starts again with the MKL of
 --mkl.
@@ -28,10 +28,8 @@ FAMILIES = (
     "alloc",
     "tables",
     "sequences",
-    "comm",
     "two_hosts",
     "schedule",
-    "save",
     "watch",
     "decode",
     "formats",

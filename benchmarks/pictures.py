@@ -1,4 +1,4 @@
-"""The results of alloc.py, tables.py, comm.py and two_hosts.py as pictures. All of them need matplotlib.
+"""The results of alloc.py, tables.py and two_hosts.py as pictures. All of them need matplotlib.
 
 A ValueError names --png where a file cannot be written.
 """
@@ -111,33 +111,6 @@ def draw_tables(path: Path, result: dict[str, Any]) -> None:
         axes.margins(x=0.1, y=0.01)
         axes.set_xlabel("seconds per iteration")
         axes.grid(axis="x", alpha=0.3)
-
-
-def draw_collectives(path: Path, result: dict[str, Any]) -> None:
-    """A panel per collective: GB of the tensor per second by size, now and before. ValueError when it cannot be written."""
-    names = list(dict.fromkeys(row["op"] for row in result["rows"]))
-    title = f"Collectives inside a node, FP32, one thread a rank\nmeasured, {result['cpu']}"
-    with _figure(path, 4 * len(names), 4.2, title, len(names)) as columns:
-        for name, axes in zip(names, columns, strict=True):
-            for number, ranks in enumerate(dict.fromkeys(row["ranks"] for row in result["rows"])):
-                rows = [row for row in result["rows"] if (row["op"], row["ranks"]) == (name, ranks)]
-                for column, style, when in (
-                    ("seconds", "-", "now"),
-                    ("before_seconds", ":", "before"),
-                ):
-                    axes.plot(
-                        [row["bytes"] for row in rows],
-                        [row["bytes"] / row[column] / 1e9 for row in rows],
-                        style,
-                        marker="o",
-                        markersize=3,
-                        color=f"C{number}",
-                        label=f"{ranks} ranks, {when}",
-                    )
-            axes.set_xscale("log", base=2)
-            axes.set(title=name, xlabel="bytes of the tensor", ylim=(0, None))
-            axes.grid(alpha=0.3)
-        columns[0].set_ylabel("GB of the tensor per second")
 
 
 def draw_hosts(path: Path, result: dict[str, Any]) -> None:

@@ -96,7 +96,6 @@ TOGETHER = {
 LONGER = {
     "attention bf16": f"attention {ROUND} --dtype bf16 --mkl full",
     "delta_net fp32": f"delta_net {ROUND} --seq-length 65 --key-heads 1 --value-heads 2 --key-size 16 --value-size 16 --mkl full",
-    "save": f"save {ROUND} --seq-length 32 --directory ",  # and a folder
     "watch": "watch --recipe demo --rounds 2 --seq-length 32",
     "adapters": "adapters --quick --threads 1",
     "decode": "decode --model tiny --prompt-length 9 --new-tokens 24 --rounds 1 --mkl shipped",
@@ -127,13 +126,8 @@ def run_together(tmp_path_factory, name, commands):
     environment = preloads.mkl_environment("full")
 
     def run(folder):
-        saved = folder / "saved"
-        saved.mkdir(exist_ok=True)
-        if "save" in commands:
-            commands["save"] += str(saved)
         done = start(COMMANDS, str(folder), json.dumps(list(commands.items())), **environment)
         (folder / "errors").write_text(done.stderr)
-        assert list(saved.iterdir()) == []
 
     folder = once(tmp_path_factory, name, run)
 
@@ -863,14 +857,6 @@ def test_every_family_says_what_it_is():
 
 
 @pytest.mark.full
-def test_what_the_run_waits_for_while_it_saves(longer):
-    measured, printed = longer("save")
-    assert measured["ratio"] == measured["stall"] / measured["waiting"]
-    assert 0 < measured["stall"] < measured["until_whole"]
-    assert f"the run waits {measured['stall']:.3f} s" in printed
-
-
-@pytest.mark.full
 def test_what_watching_costs(longer):
     measured, printed = longer("watch")
     assert measured["signs"] >= 6 and 50 < measured["nanoseconds"] < 50_000
@@ -963,9 +949,6 @@ def test_what_llama_cpp_was_not_compiled_for(tmp_path, monkeypatch):
         "sequences --ranks 4 --threads 2": "--ranks 4 needs 4 cores, one thread each; this run has 2",
         "sequences --machine /no/such.json": "--machine /no/such.json is unknown",
         "tables --csv /no/such/a.csv": "--csv /no/such/a.csv: /no/such is not a directory",
-        "comm --ranks 1": "--ranks 1: pass 2 or more",
-        "comm --rounds 0": "--rounds 0: pass 1 or more",
-        "comm --sizes 8 --ranks 4": "--sizes 8: pass 16 or more",
         "schedule --stages 1": "--stages 1: pass 2 or more",
         "schedule --rounds 0": "--rounds 0: pass 1 or more",
         "schedule --slot-ms 0": "--slot-ms 0.0: pass a number above 0",

@@ -1,4 +1,4 @@
-"""python -m benchmarks comm, schedule and two_hosts: real ranks, a row per collective, schedule or job, JSON and picture."""
+"""python -m benchmarks schedule and two_hosts: real ranks, a row per schedule or job, JSON and picture."""
 
 import argparse
 import json
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks import child, comm, schedule, two_hosts
+from benchmarks import child, schedule, two_hosts
 from benchmarks.__main__ import main
 from fugaku_megatron.pipeline.timeline import Span, _result, _source
 from tests.system.mpi import launch, slow_link
@@ -32,56 +32,6 @@ def measured(tmp_path, capsys):
         return json.loads((tmp_path / "a.json").read_text()), capsys.readouterr().out
 
     return run
-
-
-def test_collectives(measured):
-    result, printed = measured("comm --ranks 2 --sizes 65536 4194304 --rounds 2")
-    assert [(row["op"], row["bytes"]) for row in result["rows"]] == [
-        (op, size)
-        for size in (65536, 4194304)
-        for op in ("all_reduce", "reduce_scatter", "all_gather")
-    ]
-    for row in result["rows"]:
-        assert row["measured"] is True and row["ranks"] == 2
-        assert (
-            row["ratio"] == pytest.approx(row["before_seconds"] / row["seconds"])
-            and row["seconds"] > 0
-        )
-    assert printed.count("all_reduce") == 2
-
-
-def test_defaults_fit_the_cores():
-    """Four ranks on two cores did not end within 15 minutes."""
-    for cores, ranks in {1: [2], 2: [2], 3: [2], 4: [2, 4], 48: [2, 4]}.items():
-        assert comm.default_ranks(cores) == ranks
-
-
-def test_rows_are_printed_one_by_one(monkeypatch, capsys):
-    printed = []
-
-    def ranks(count, module, order):
-        yield {"library": "MPI"}
-        for size in order["sizes"]:
-            printed.append(capsys.readouterr().out)  # when the next row is not measured yet
-            yield {
-                "op": "all_reduce",
-                "bytes": size,
-                "ranks": count,
-                "seconds": 1e-3,
-                "before_seconds": 2e-3,
-                "ratio": 2.0,
-            }
-
-    monkeypatch.setattr(child, "ranks", ranks)
-    comm.measured(2, argparse.Namespace(sizes=[65536, 131072], rounds=1))
-    assert printed[0].startswith("collective") and printed[1].split() == [
-        "all_reduce",
-        "2",
-        "64",
-        "1.000",
-        "2.000",
-        "2.00",
-    ]
 
 
 def idle(plan, spans: list[Span]) -> list[float]:
