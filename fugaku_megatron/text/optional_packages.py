@@ -7,6 +7,8 @@ from types import ModuleType
 
 from .input_errors import NeverSkipped
 
+DISTRIBUTIONS = {"ruamel": "ruamel.yaml"}  # module -> package, if the names differ
+
 
 class MissingPackage(NeverSkipped):
     pass
@@ -17,7 +19,8 @@ def optional_package(name: str, extra: str, user: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        package = name.split(".")[0]
+        module = name.split(".")[0]
+        package = DISTRIBUTIONS.get(module, module)
         raise MissingPackage(
             f"{user} needs the Python package {package} ({error}): pip install {package}, or this package with its "
             f"extra [{extra}]"

@@ -579,7 +579,7 @@ def test_mistakes_in_a_yaml_file_name_the_file_and_the_key(tmp_path, text, messa
 def test_a_yaml_file_needs_a_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ruamel.yaml", None)
     with pytest.raises(
-        ValueError, match=r"--yaml-cfg x needs the Python package .* extra \[yaml\]"
+        ValueError, match=r"--yaml-cfg x needs .*: pip install ruamel.yaml, or .* extra \[yaml\]"
     ):
         parse(["--yaml-cfg", "x"])
 
