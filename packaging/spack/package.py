@@ -32,7 +32,6 @@ class PyFugakuMegatron(PythonPackage):
     depends_on("py-numpy", type="run")
     depends_on("py-regex", type="run")
     depends_on("py-psutil", type="run")
-    depends_on("py-safetensors", type="run")
 
     import_modules = ("fugaku_megatron",)
 

@@ -172,7 +172,7 @@ def would_install(python: Path, wheel: Path) -> subprocess.CompletedProcess:
     return subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True)
 
 
-SITE = {"numpy": "1.26.4", "regex": "2024.11.6", "psutil": "5.9", "safetensors": "0.4"}
+SITE = {"numpy": "1.26.4", "regex": "2024.11.6", "psutil": "5.9"}
 
 
 def test_pip_leaves_a_sites_packages_alone(wheel, site_with):
