@@ -97,6 +97,7 @@ STARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "schedule anew": ("load=base no_load_lr_state", {}),
     "optimizer anew": ("load=base no_load_optim", {}),
     "model of the checkpoint": ("load=base use_checkpoint_args hidden_size=64", {}),
+    "arguments of a fork": ("load=base ignore_saved_arguments=('fork',)", {}),
     "it must be there": ("load=base exit_on_missing_checkpoint", {}),
     "adapters": ("pretrained_checkpoint=base", LORA),
     "adapters of a converted model": ("pretrained_checkpoint=converted", LORA),

@@ -195,9 +195,7 @@ def check_inference(case: Case, directory: Path, ranks: int, run: RunConfig) -> 
         )
         (ids,) = tokens_of(loaded, [prompt], 8)
         requests = windows(text.numpy().astype(np.int32), LENGTH, LENGTH)
-        texts = Inputs(
-            requests, tokens=len(text), predicted=len(text) - 1, bytes=0, questions=[], note=""
-        )
+        texts = Inputs(requests, tokens=len(text), predicted=len(text) - 1, bytes=0, note="")
         return ids, evaluated(loaded, texts, 2)["perplexity"]
 
     ids, perplexity = ThreadWorld(ranks).run(read)[0]
