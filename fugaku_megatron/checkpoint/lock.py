@@ -24,6 +24,7 @@ import psutil
 
 from ..comm.agreement import describe, on_root
 from ..comm.base import Comm
+from ..text.written_files import make_folder
 from .manifest import Directory, write_text
 
 LOCK = ".lock"
@@ -166,7 +167,7 @@ class Lock:
         self._checking = threading.Lock()
         self._reporting = 0  # thread that raises the first error of a lost lock
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            make_folder(directory)
             self._acquire()
         except OSError as error:
             raise ValueError(
@@ -335,4 +336,4 @@ class Lock:
         while not self._released.wait(self.beat):
             with contextlib.suppress(OSError):
                 self.check()
-                os.utime(self.path)
+                os.utime(self.path, follow_symlinks=False)

@@ -209,6 +209,19 @@ def test_a_job_that_renews_its_lock_ends_when_it_has_lost_it(tmp_path, elsewhere
     held.release()
 
 
+def test_a_renewal_follows_no_link(tmp_path):
+    """A link planted at the lock's name keeps the time stamp of its target."""
+    target = tmp_path / "target"
+    held = Lock(tmp_path, beat=0.02)
+    target.write_bytes((tmp_path / LOCK).read_bytes())
+    os.utime(target, (1, 1))
+    (tmp_path / LOCK).unlink()
+    (tmp_path / LOCK).symlink_to(target)
+    time.sleep(0.2)
+    assert target.stat().st_mtime == 1
+    held.release()
+
+
 def test_a_missing_lock_is_created_again_unless_the_job_stood_still(tmp_path, clock):
     held = Lock(tmp_path)
     clock.now += lock.PATIENCE - 1
