@@ -71,7 +71,7 @@ class MemoryParameters:
     threads: float = 0
 
 
-# Not fitted: this project has not been measured on an A64FX. Each value's source is in docs/performance.md.
+# Not fitted: this project has not been measured on an A64FX. Each value's source is in docs/performance-model.md.
 MODELLED: dict[str, Parameters] = {
     "fugaku_megatron": Parameters(
         gemm_fraction=1.0,

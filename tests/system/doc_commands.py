@@ -76,9 +76,9 @@ CHANGES = (
             ("docs/fugaku.md", "--recipe 30b --nodes 6144", 4, 6),
             ("docs/fugaku.md", "--recipe 30b --nodes 384", 2, 8),
             ("docs/fugaku.md", "--recipe 30b --nodes 12288", 4, 6),
-            ("docs/performance.md", "--recipe 30b --nodes 12288", 4, 6),
-            ("docs/performance.md", "--recipe 30b --nodes 6144 --features", 4, 6),
-            ("docs/performance.md", "--recipe 30b --nodes 6144 --int8", 4, 6),
+            ("docs/performance-model.md", "--recipe 30b --nodes 12288", 4, 6),
+            ("docs/performance-model.md", "--recipe 30b --nodes 6144 --features", 4, 6),
+            ("docs/performance-model.md", "--recipe 30b --nodes 6144 --int8", 4, 6),
             ("docs/training.md", "--recipe 30b --nodes 6144", 4, 6),
         )
     ),
@@ -89,7 +89,7 @@ CHANGES = (
         "tests/system/mpi/test_jobs_local.py",
     ),
     (
-        "docs/performance.md",
+        "docs/measuring.md",
         "python -m benchmarks experts --recipe qwen3-30b-a3b \\\n    [--dtype bf16] [--experts 32] [--rows 64]",
         ELSEWHERE,
         "minutes; tests/system/test_benchmarks.py runs a small one",
@@ -282,20 +282,20 @@ CHANGES = (
     ),
     ("docs/install.md", "OMP_NUM_THREADS=72", "OMP_NUM_THREADS=1", "2 processors"),
     (
-        "docs/performance.md",
+        "docs/measuring.md",
         "gemm|attention|rowwise --recipe 124m \\\n    --micro-batch-size 4 [--dtype bf16] [--target all]",
         "rowwise --recipe demo --micro-batch-size 1 --rounds 1 --only residual_norm",
         "a synopsis; one kernel of the demo's size",
     ),
     (
-        "docs/performance.md",
+        "docs/measuring.md",
         "python -m benchmarks step --micro-batch-size 4 [--dtype bf16] \\\n    "
         "[--baseline hf] [--baseline-compile] [--baseline-preload tcmalloc]",
         ELSEWHERE,
         "minutes, alone on the machine; tests/system/test_benchmarks.py",
     ),
     (
-        "docs/performance.md",
+        "docs/measuring.md",
         "python -m benchmarks step --recipe qwen2.5-0.5b --seq-length 1024 \\\n    "
         "--baseline trl --baseline-preload tcmalloc \\\n    "
         "[--dtype bf16] [--lora-rank 16 [--baseline-load-in 8bit]]",
@@ -303,26 +303,26 @@ CHANGES = (
         "trl is not installed; tests/system/test_benchmark_trl.py",
     ),
     (
-        "docs/performance.md",
+        "docs/measuring.md",
         "python -m benchmarks step --ranks 2",
         ELSEWHERE,
         "minutes; tests/system/test_benchmarks.py",
     ),
     (
-        "docs/performance.md",
+        "docs/measuring.md",
         "python -m benchmarks alloc --png alloc.png",
         ELSEWHERE,
         "minutes; tests/system/test_benchmarks.py",
     ),
     (
-        "docs/performance.md",
+        "docs/measuring.md",
         "python -m benchmarks tables --png tables.png",
         ELSEWHERE,
         "minutes; tests/system/test_benchmark_tables.py",
     ),
-    ("docs/performance.md", "fugaku-megatron tables --document", ELSEWHERE, "docs/tables.md"),
-    ("docs/performance.md", "fugaku-megatron tables --markdown", ELSEWHERE, "docs/tables.md"),
-    ("docs/performance.md", "tables --csv", "tables --document 001 --csv", "one document"),
+    ("docs/performance-model.md", "fugaku-megatron tables --document", ELSEWHERE, "docs/tables.md"),
+    ("docs/performance-model.md", "fugaku-megatron tables --markdown", ELSEWHERE, "docs/tables.md"),
+    ("docs/performance-model.md", "tables --csv", "tables --document 001 --csv", "one document"),
     (
         "docs/library.md",
         "mpiexec -n 2 python examples",
@@ -332,7 +332,7 @@ CHANGES = (
     ("docs/library.md", "python examples", f"{ELSEWHERE} examples", "test_examples_run"),
     ("docs/install.md", "--train-iters 20", "--train-iters 2", "2 iterations instead of 20"),
     (
-        "docs/performance.md",
+        "docs/performance-model.md",
         "python -m tools.fit\n",
         f"{ELSEWHERE}\n",
         "minutes; tests/unit/test_fit.py",
@@ -350,7 +350,7 @@ CHANGES = (
         "16 ranks; tests/system/mpi/test_cli.py",
     ),
     (
-        "docs/performance.md",
+        "docs/performance-model.md",
         "mpiexec -n 2 fugaku-megatron calibrate --output host.json",
         ELSEWHERE,
         "minutes; tests/system/mpi/test_cli.py",
@@ -377,7 +377,7 @@ LEAVES = {
         "my_tuned_hf/config.json",
         "my_from_megatron/iter_0000000/manifest.json",
     ),
-    "docs/performance.md": ("all.csv", "all.png"),
+    "docs/performance-model.md": ("all.csv", "all.png"),
     "docs/chat.md": (
         "my_chats/train.mask",
         "my_chats/tuned_hf/chat_template.jinja",

@@ -144,8 +144,8 @@ def test_the_command_line_is_the_trainers_own(capsys):
 
 
 def test_the_documents_have_the_models_seconds_of_int8(capsys):
-    page = (ROOT / "docs" / "performance.md").read_text()
-    section = page.partition("### INT8 on A64FX (model)")[2].partition("\n### ")[0]
+    page = (ROOT / "docs" / "performance-model.md").read_text()
+    section = page.partition("## INT8 on A64FX (model)")[2].partition("\n## ")[0]
     joined = section.replace("\\\n", " ")
     fp32, int8 = re.findall("^fugaku-megatron (predict .*)$", joined, re.MULTILINE)
     rows = re.findall(r"^\| .* \| (.*?) ?\| .* \| (\d.*\)) \|$", section, re.MULTILINE)
