@@ -22,6 +22,7 @@ FOLLOW_README = (
     "docs/data.md",
     "docs/evaluation.md",
     "docs/training.md",
+    "docs/monitoring.md",
 )  # the others use its text, vocabulary and checkpoints
 FENCE = re.compile(r"^```(\w*|c\+\+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ELSEWHERE = ":"  # the shell's command that does nothing: what needs another machine, or is run by another test
@@ -165,7 +166,7 @@ CHANGES = (
         "2 iterations instead of 20",
     ),
     (
-        "docs/training.md",
+        "docs/monitoring.md",
         "--log-interval 10 --train-iters 40",
         "--log-interval 2 --train-iters 4",
         "4 iterations instead of 40",
@@ -385,14 +386,11 @@ LEAVES = {
     ),
     "docs/report.md": ("report.json", "report.html", "report.txt", "report.sh", "report.sbatch"),
     "docs/training.md": (
-        "my_ranks.png",
         "run_30b.sh",
         "my_model/loss_curve.png",
         "my_model/iter_0000006/manifest.json",
-        "my_run.csv",
-        "my_run.png",
-        "my_run.prom",
     ),
+    "docs/monitoring.md": ("my_run.csv", "my_run.png", "my_ranks.png", "my_run.prom"),
 }
 
 
