@@ -99,6 +99,7 @@ class NetworkRates(NamedTuple):
 
 
 def measure_compute() -> Compute:
+    """Measure this rank's FLOP rates, memory bandwidth, kernel rates and step overhead."""
     import torch
 
     from ..host.allocator import peak_memory_mib
@@ -132,6 +133,7 @@ def measure_gemm(
     cold_bytes: int | None = None,
     precisions: Sequence[str] = PRECISIONS,
 ) -> Rates:
+    """Return (n, GFLOP/s) of n x n x n matmuls by precision. cold_bytes: as in `gemm_gflops`"""
     from . import host_kernels
 
     return {
@@ -277,6 +279,11 @@ def describe(
     memory_gib: float,
     command: str = "calibrate",
 ) -> dict[str, Any]:
+    """Build a machine description: the value and the source of every constant.
+
+    ranks: measurements of all ranks on the node
+    team: matmul rates of one rank with all threads of the node
+    """
     first = ranks[0]
     threads = sum(r.threads for r in ranks)
     measured = f"measured by fugaku-megatron {command}"

@@ -95,6 +95,7 @@ def check_contents(manifest: Manifest) -> None:
 
 
 def check_files(owner: Manifest) -> None:
+    """Raise ValueError unless all file entries and shard records have valid fields."""
     _check(owner, {"files": OBJECT})
     for name, entry in owner["files"].items():
         _require(

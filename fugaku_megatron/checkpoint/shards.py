@@ -223,6 +223,8 @@ def check_model(saved: dict[str, Any], current: dict[str, Any], path: Path) -> N
 
 @dataclass(frozen=True)
 class Source:
+    """File and record with stored elements of a tensor. entry: the file's, without shard records"""
+
     file: str
     entry: Entry
     record: Record
@@ -256,6 +258,7 @@ class Search:
                 self._pieces.setdefault(key, []).append(shard.piece)
 
     def look(self, name: str, entry: Entry) -> None:
+        """Add the records of file `name` that overlap this rank's shards."""
         bare = {field: value for field, value in entry.items() if field != "shards"}
         for record in entry["shards"]:
             wanted = self._pieces.get(record["key"])

@@ -124,6 +124,8 @@ def copy_verified(source: Path, entry: Entry, path: Path) -> None:
 
 
 class Readable(Protocol):
+    """File of known size, read by ranges [start, end) of bytes."""
+
     path: Path
     size: int
 

@@ -67,6 +67,7 @@ def newest_agreed(directory: Directory, numbers: Iterable[int]) -> int | None:
 
 
 def read_fault(directory: Directory) -> Fault | None:
+    """Return the recorded machine fault, or None. Raises ValueError if the record is damaged."""
     path = Path(directory) / FAULT
     if not path.is_file():
         return None

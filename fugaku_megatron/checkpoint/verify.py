@@ -63,6 +63,7 @@ class Progress:
     printed: float = field(default_factory=time.monotonic)
 
     def add(self, count: int) -> None:
+        """Count checked bytes and, at intervals, print progress to stderr."""
         self.done += count
         terminal = sys.stderr.isatty()
         if time.monotonic() - self.printed < (TERMINAL_INTERVAL if terminal else INTERVAL):
@@ -78,6 +79,7 @@ class Progress:
 
 
 def main(options: argparse.Namespace) -> int:
+    """Verify checkpoints and print every problem; return 1 if any was found, else 0."""
     directory = Path(options.directory)
     iterations = _iterations(directory, options.ckpt_step)
     if options.threads < 1:
@@ -124,6 +126,7 @@ def _tracker_problems(directory: Path) -> Iterator[str]:
 
 
 def check_iteration(directory: Path, iteration: int, threads: int) -> tuple[list[str], str]:
+    """Verify all files on `threads` threads; return (problems, summary line)."""
     path = iteration_path(directory, iteration)
     try:
         head = read_head(directory, iteration)
@@ -161,6 +164,7 @@ def _files(path: Path, head: Manifest, problems: list[str]) -> Iterator[tuple[st
 
 
 def check_file(path: Path, entry: Entry) -> list[str]:
+    """Return a file's problems: its size, block checksums, and headers unlike the records."""
     try:
         check_size(path, entry)
         with BlockFile(path, entry) as file:

@@ -129,6 +129,7 @@ def add_train_flags(
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add all flags of a training run, by config class, and hidden flags of Megatron-LM's forks."""
     parser.add_argument("--recipe", help=f"start from a published size: {', '.join(RECIPES)}")
     parser.add_argument(
         "--dry-run",

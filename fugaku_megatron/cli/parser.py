@@ -38,6 +38,7 @@ T = TypeVar("T", bound="DataclassInstance")
 
 
 def add_field(group: argparse._ActionsContainer, declared: Declaration) -> None:
+    """Add a field's flags, and the switches that set the field to a fixed value."""
     help = declared.help
     default = declared.default
     if default not in (MISSING, None, ()) and declared.kind is not bool:
@@ -125,6 +126,7 @@ class Parser(argparse.ArgumentParser):
         (file or sys.stderr).write(message)
 
     def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
+        """Parse all arguments; raise Refused with every mistake. Words after -- become `passed`, if declared."""
         words = list(sys.argv[1:] if args is None else args)
         end = len(words)
         if "--" in words and self.get_default("passed") is not None:

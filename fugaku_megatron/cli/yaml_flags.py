@@ -60,6 +60,7 @@ OWN = ("--help", "--recipe", "--dry-run", "--world-size", "--yaml-cfg")  # of a 
 
 
 def complete_from_yaml(namespace: argparse.Namespace, build_parser: Callable[[], Parser]) -> None:
+    """Replace the command line's run flags by values from the --yaml-cfg file, with a note on ignored flags."""
     values = vars(namespace)
     if values["yaml_cfg"] is None:
         return

@@ -219,6 +219,11 @@ class Gathering:
 
 
 class Summing:
+    """Iteration over blocks of a reduce-scatter; the caller fills each yielded output, which is then sent.
+
+    rows: of all ranks together
+    """
+
     def __init__(self, blocks: RowBlocks, rows: int, width: int, dtype: torch.dtype) -> None:
         comm = blocks.comm
         self._kernels = blocks.kernels

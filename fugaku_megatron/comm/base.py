@@ -165,6 +165,7 @@ def rows(whole: Tensor, part: Tensor, size: int) -> Tensor:
 def check_exchange(
     output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int], size: int
 ) -> None:
+    """Assert that dtypes, row shapes and row counts fit an all-to-all. received, sent: rows by rank"""
     assert check(output).dtype == check(tensor).dtype, f"{output.dtype} and {tensor.dtype}"
     assert output.shape[1:] == tensor.shape[1:], (
         f"rows {tuple(output.shape[1:])} and {tuple(tensor.shape[1:])}"

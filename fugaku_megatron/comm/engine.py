@@ -27,6 +27,11 @@ PATIENCE = 0.1  # s of waiting before `waits` is called, and before signals are 
 
 
 class Operation:
+    """Operation on the MPI thread, with its completion and error.
+
+    memory: buffers that must exist until completion
+    """
+
     def __init__(self, engine: Engine, steps: Steps, channel: Hashable, memory: Any) -> None:
         self.steps = steps
         self.channel = channel
@@ -98,6 +103,7 @@ class Engine:
         return operation
 
     def hurry(self, lock: threading.Lock) -> None:
+        """Wait for an operation's lock while the MPI thread polls without sleep; report waits beyond PATIENCE."""
         with self._wake:
             self._waiting += 1
             self._wake.notify()

@@ -37,6 +37,12 @@ ABORT_SECONDS = 5
 
 
 def mpi_world(waits: Callable[[bool], Any] = bool) -> MPIComm:
+    """Initialise MPI on a new MPI thread and return the world communicator.
+
+    waits: as in `Engine`
+
+    Raises ValueError if the MPI library does not support the thread level.
+    """
     level = os.environ.get(THREAD_LEVEL_VARIABLE, "serialized").lower()
     if level not in THREAD_LEVELS[1:]:
         raise ValueError(
@@ -158,6 +164,7 @@ class MPIComm(Comm):
                 piece.copy_(whole[: piece.numel()])
 
     def iall_gather(self, output: Tensor, tensor: Tensor) -> Handle:
+        """Start gathering `tensor` (n) from p ranks into `output` (p n), in place if `tensor` is this rank's part."""
         parts = rows(output, tensor, self.size)  # (p, n)
         if _overlap(output, tensor):
             assert tensor.data_ptr() == parts[self.rank].data_ptr(), (

@@ -17,6 +17,8 @@ VARIANTS = (GATED_DELTA_NET, "gdn")
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaNetFields:
+    """Flags of gated delta nets: their layers, convolution and heads."""
+
     experimental_attention_variant: str | None = optional(
         "the layers of --linear-attention-freq are gated delta nets, as in Qwen3-Next",
         choices=VARIANTS,

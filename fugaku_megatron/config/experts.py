@@ -24,6 +24,8 @@ SIGMOID = "sigmoid"
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertFields:
+    """Flags of experts: their layers, widths, routing and load balancing."""
+
     num_experts: int | None = optional(
         "experts of a layer; each token is dispatched to --moe-router-topk experts (default: one MLP "
         "for all tokens)",
@@ -184,6 +186,8 @@ class ExpertFields:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertRanks:
+    """Flags of tensor- and expert-parallel sizes."""
+
     tensor_model_parallel_size: int = option(
         1,
         "ranks that share each layer's matrices (TP)",

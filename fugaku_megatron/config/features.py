@@ -137,6 +137,7 @@ SWITCHES = (
 
 
 def used(run: RunConfig) -> frozenset[str]:
+    """Return the names of all features in a run, including features without a flag."""
     names = []
     for name, feature in FEATURES.items():
         values = feature.value if isinstance(feature.value, tuple) else (feature.value,)

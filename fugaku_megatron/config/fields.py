@@ -110,6 +110,7 @@ def _element_type(annotation: str) -> str:
 
 @cache
 def declarations(config: type) -> tuple[Declaration, ...]:
+    """Return the flag declarations of a config class, in the order of its fields."""
     found = []
     for each in fields(config):
         if not each.metadata:

@@ -279,6 +279,7 @@ def evaluation_run(run: RunConfig) -> RunConfig:
 
 
 def check_split(run: RunConfig) -> None:
+    """Raise ValueError unless the layer count fits stages, model chunks and recomputed layers."""
     parallel = run.parallel
     layers = run.model.num_layers
     parts = run.placement.virtual_stages

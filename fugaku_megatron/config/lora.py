@@ -139,6 +139,7 @@ class LoraConfig:
         return tuple(name for name in MATRICES[linear] if name in names)
 
     def check_model(self, model: ModelConfig) -> None:
+        """Raise ValueError if targets, dropout or rank do not fit the model's matrices."""
         if not self.on:
             return
         attention = ",".join(MATRICES[QKV] + MATRICES[PROJ])

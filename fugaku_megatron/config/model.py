@@ -723,6 +723,7 @@ class ModelConfig(ExpertFields, DeltaNetFields):
 
     @cached_property
     def kernels_alone(self) -> bool:
+        """True if native kernels cover every operation of the model in inference."""
         norm = NORMS[self.normalization].kernel
         norms = norm is not None and (norm == RMS_NORM or not self.qk_layernorm)
         plain = self.embedding_multiplier == self.residual_multiplier == self.logits_scaling == 1.0

@@ -128,6 +128,7 @@ class ParamSchedule:
         return ParamSchedule(**{**state, "config": OptimizerConfig(**state["config"])})
 
     def learning_rate(self, samples: int) -> float:
+        """Return the learning rate of an iteration that starts at `samples`."""
         o = self.config
         if self.warmup_samples and samples <= self.warmup_samples:
             return o.lr_warmup_init + (o.lr - o.lr_warmup_init) * samples / self.warmup_samples

@@ -43,6 +43,8 @@ RANK_FIELDS = (
 @cached_hash
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
+    """All flags of a run, by group; construction checks rules between groups."""
+
     model: ModelConfig
     batch: BatchConfig
     parallel: ParallelConfig = ParallelConfig()

@@ -135,6 +135,7 @@ DESTINATIONS: dict[str, Callable[[Weights, Path, argparse.Namespace], None]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add flags for one source, one destination, and the written format."""
     parser.add_argument("--load", help="from: a directory of checkpoints")
     parser.add_argument(
         "--from-hf",
@@ -384,6 +385,7 @@ def _with_peft(weights: Weights, options: argparse.Namespace) -> Weights:
 
 
 def main(options: argparse.Namespace) -> int:
+    """Convert the source to the destination; print notes, parameters and the flags for train."""
     source, destination = check_options(options)
     allocator.return_large_blocks()
     weights = _with_peft(SOURCES[source](options), options).cast(DTYPES.get(options.dtype))

@@ -27,6 +27,7 @@ from .gguf_tokens import (
 
 
 def of_pieces(path: Path) -> GgufTokenizer:
+    """Convert a SentencePiece model of type bpe. Raises ValueError for a model that llama.cpp cannot represent."""
     where = f"--to-gguf: {path}"
     try:
         processor, contents = load_pieces(path, "--to-gguf")

@@ -64,6 +64,8 @@ SPECIAL_BY_NAME = frozenset(
 
 
 class Token(NamedTuple):
+    """Token with GGUF's kind (NORMAL, CONTROL, ...) and SentencePiece's score."""
+
     text: str
     kind: int
     score: float
@@ -98,6 +100,7 @@ class GgufTokenizer:
     differences: list[str] = field(default_factory=list)
 
     def write(self, writer: Any) -> None:
+        """Write the tokenizer's keys with a `GGUFWriter`."""
         texts, kinds, scores = zip(*self.tokens)
         writer.add_tokenizer_model(self.algorithm)
         writer.add_tokenizer_pre(self.split)

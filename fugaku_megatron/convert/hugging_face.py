@@ -223,6 +223,7 @@ def _check_tied(files: TensorDirectory, name: str, embedding: str) -> None:
 
 
 def save_hugging_face(weights: Weights, directory: Path, max_bytes: int) -> None:
+    """Write config.json, safetensors files of at most `max_bytes` each, and carried files."""
     model = weights.model
     before = carried_config(weights.carried)
     architecture = architecture_of(model, before)

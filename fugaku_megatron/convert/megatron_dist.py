@@ -149,6 +149,7 @@ class DistReader:
         raise ValueError(f"{self.files.path} holds no {name}")
 
     def check(self, unused: set[str]) -> None:
+        """Raise ValueError for a wrong shape, or a stored tensor that is neither read nor in `unused`."""
         read = set()
         for name, spec in self.specs.items():
             places = self.places(name)

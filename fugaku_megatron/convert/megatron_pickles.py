@@ -193,6 +193,7 @@ class _MetadataReader(pickle.Unpickler):
 
 
 def load_metadata(path: Path) -> metadata.Metadata:
+    """Read metadata of torch.distributed.checkpoint without running code from the file."""
     check(path.is_file(), f"{path} is missing")
     collects = gc.isenabled()
     gc.disable()  # it would scan the growing table again and again: 100,000 pieces take 1.5 s instead of 2.6 s

@@ -118,6 +118,7 @@ def _architecture(weights: Weights, prefix: str | None = None) -> Architecture:
 
 
 def peft_matrices(architecture: Architecture, model: ModelConfig) -> Iterator[PeftMatrix]:
+    """Yield all matrices with possible adapters; expert matrices stacked and also one by one."""
     table = tensor_mappings(architecture, model)
     several = {mapping.ours for mapping in table.values() if mapping.number}
     for theirs, mapping in (

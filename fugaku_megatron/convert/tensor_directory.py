@@ -30,6 +30,8 @@ _PICKLED = ("*.bin", "*.pt", "*.pth")
 
 @dataclass(frozen=True)
 class TensorDirectory:
+    """Model directory of safetensors. tensors: name -> (file, stored tensor)"""
+
     path: Path
     tensors: Tensors
 

@@ -167,6 +167,7 @@ class DistFiles:
         return dtype
 
     def tensor(self, key: str, layer: int | None = None) -> Tensor:
+        """Return a global tensor, or its row `layer`, assembled from all pieces."""
         assembly = self._assembly(key, self.shape(key, layer))
         for chunk in self.tensors[key].chunks:
             offsets = tuple(chunk.offsets)
@@ -315,6 +316,7 @@ class DistWriter:
             self._places[index] = _StorageInfo(name, start, stream.tell() - start)
 
     def finish(self) -> None:
+        """Sync all pieces, then write their metadata and the checkpoint's format."""
         for name in {place.relative_path for place in self._places.values()}:
             fsync(self.path / name)
         with open(self.path / TORCH_DIST, "wb") as stream:

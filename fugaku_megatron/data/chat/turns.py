@@ -149,7 +149,7 @@ class Turns:
 
     @cached_property
     def _usual_header(self) -> str:
-        """What the generation prompt adds to a question; empty if the template cannot render it."""
+        """Text that the generation prompt adds to a question; empty if the template cannot render it."""
         question = [user_turn("Hello")]
         try:
             return self._header(question, self.render(question, True))
