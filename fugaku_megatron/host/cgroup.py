@@ -77,6 +77,7 @@ def oom_kills() -> int:
 
 
 def cpu_quota() -> float | None:
+    """Return the lowest CPU quota of the cgroup and its ancestors, in CPUs; None: unlimited."""
     quotas = []
     for version, folder in _folders("cpu"):
         if version == 2:

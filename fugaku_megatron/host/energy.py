@@ -60,6 +60,7 @@ class Counters:
     def find(
         cls, root: str = "/", library: str = POWER_API, headers: tuple[str, ...] = POWER_HEADERS
     ) -> Counters:
+        """Return the first readable source's counters: RAPL, AMD's driver, then the Power API."""
         denied = ""
         for source, candidates in (("RAPL", _rapl(Path(root))), ("amd_energy", _amd(Path(root)))):
             known = [*candidates]

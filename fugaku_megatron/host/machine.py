@@ -50,6 +50,7 @@ SECONDS = 5  # for a compiler to say its version
 
 
 def facts(root: Path = Path("/")) -> JsonObject:
+    """Return hardware, limits and software of this node: memory in GiB, clock in GHz."""
     mask = os.sched_getaffinity(0)
     node = Node.read(root)
     cpus = root / "sys/devices/system/cpu"
@@ -114,6 +115,7 @@ def nominal_ghz(cpus: Path) -> float | None:
 
 
 def compilers() -> dict[str, str]:
+    """Return the first line of --version by compiler; omit compilers that fail to run."""
     found = {}
     for name in COMPILERS:
         if shutil.which(name) is None:
@@ -181,6 +183,7 @@ def summary(
     ghz: float,
     energy: str = "no energy counter",
 ) -> str:
+    """Return the log's line on this rank's node. ghz: measured; memory, energy: in words"""
     gib = psutil.virtual_memory().total / (1 << 30)
     threads = f"{placement.threads} pinned" if placement.cpus else f"{placement.threads}"
     return (

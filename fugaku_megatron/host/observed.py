@@ -242,6 +242,7 @@ class Profiler:
     # Results --------------------------------------------------------------------------------------------------------------------
 
     def table(self) -> list[str]:
+        """Return a row for each operation, the slowest first, and a last row for the rest."""
         calls: dict[str, list[Event]] = {}
         for event in self.events:
             if event.track != "schedule":

@@ -114,6 +114,7 @@ class Node:
         return self._cores.get(cpu, (cpu,))
 
     def describe(self) -> str:
+        """Return sockets, NUMA domains, cores and GiB in words; ranges if the domains differ."""
         sizes = {len(domain.cores) for domain in self.domains}
         memory = {
             round(domain.memory_gib) for domain in self.domains if domain.memory_gib is not None

@@ -31,6 +31,7 @@ class ChatFile:
 
 
 def read_chat_file(path: str, template: ChatTemplate, window: int) -> ChatFile:
+    """Encode chats as requests of at most `window` + 1 tokens that score the assistant's tokens."""
     requests = []
     cut = 0
     left_out = 0

@@ -52,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
+    """Checkpoint, window length and batch size of an evaluation."""
+
     source: Source
     seq_length: int | None = optional("tokens of a window (default: the model's)")
     micro_batch_size: int = option(4, "windows side by side")
@@ -78,6 +80,8 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
+    """Texts, data set and chats to evaluate, from the command line."""
+
     model: Model
     input: str | None = optional("perplexity of this text", aliases=("--text",), metavar="FILE")
     data_path: str | None = optional(
@@ -138,6 +142,8 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Windows:
+    """Windows of `length` tokens, one every `stride`; `limit`: most windows that are scored."""
+
     length: int
     stride: int
     limit: int | None
@@ -187,6 +193,7 @@ def read_tokens(request: Request, tokenizer: Tokenizer) -> tuple[np.ndarray | St
 
 
 def read_all(request: Request, manifest: JsonObject, cut: Windows) -> Inputs:
+    """Encode text and chats, and count the bytes of the scored tokens."""
     tokenizer = request.model.source.open_tokenizer(manifest)
     requests = []
     tokens = 0
@@ -273,6 +280,7 @@ def chat_loss(loaded: LoadedModel, file: ChatFile, batch: int) -> JsonObject:
 
 
 def lines(result: JsonObject, cut: Windows) -> list[str]:
+    """Format the figures of `evaluated` for the terminal: perplexity, windows, then chats."""
     shown = []
     if "perplexity" in result:
         by_byte = (

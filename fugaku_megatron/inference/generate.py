@@ -64,6 +64,7 @@ Answer = Callable[[list[int], Finished], Iterator[list[Tensor]]]  # prompt -> as
 def describe(
     run: RunConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int, q8: bool = False
 ) -> str:
+    """Return the text of --dry-run: parameters, and a rank's weights and cache in MiB."""
     tp = run.parallel.tensor_model_parallel_size
     pp = run.parallel.pipeline_model_parallel_size
     stages = range(pp)
@@ -96,6 +97,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
+    """Prompts, and settings of the continuation, from the command line."""
+
     source: Source
     sampling: Sampling = Sampling()
     prompt: tuple[str, ...] = option(
@@ -265,6 +268,8 @@ def main(options: argparse.Namespace) -> int:
 
 
 class Interrupt:
+    """SIGINT handler that sets `pressed`, so that an answer ends after the current token."""
+
     def __init__(self) -> None:
         self.pressed = False
 

@@ -266,6 +266,7 @@ def _prefill_batches(lengths: Sequence[int]) -> Iterator[slice]:
 def check_lengths(
     model: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> None:
+    """Raise ValueError if prompt and answer need more positions than the model learned."""
     if not model.learned_positions:
         return
     for number, prompt in enumerate(prompts):

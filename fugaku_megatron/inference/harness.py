@@ -127,6 +127,7 @@ class Asker:
         return [sum(next(scores)[0] for _ in part) for part in parts]
 
     def texts_until(self, asked: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+        """Return continuations of (prompt, settings); prompts with equal settings share batches."""
         results = [""] * len(asked)
         groups: dict[str, list[int]] = {}
         for number, (_, settings) in enumerate(asked):
@@ -154,6 +155,7 @@ class Asker:
 
 
 def read_settings(settings: Mapping[str, Any]) -> tuple[list[str], int, Sampling]:
+    """Return (stop words, most new tokens, sampling) from the harness's settings of a request."""
     until = settings.get("until") or []
     words = [word for word in ([until] if isinstance(until, str) else until) if word]
     temperature = (

@@ -48,6 +48,8 @@ FEW_ROWS = 16  # of a matmul that is faster without packing its weight (measured
 
 @dataclass(frozen=True)
 class LoadedModel:
+    """Checkpoint's model, sharded over `groups`: this rank's stage without optimizer state."""
+
     run: RunConfig
     groups: Groups
     stage: Stage

@@ -23,6 +23,8 @@ ALLOCATIONS = (
 
 
 class RecordingKernels:
+    """Kernel library whose calls in a step are recorded, for replay in C++."""
+
     def __init__(self, library: Any = kernels) -> None:
         self._library = library
         self._calls: Any = None  # kernels.Calls while calls are recorded

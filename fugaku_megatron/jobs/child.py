@@ -167,6 +167,7 @@ class Ending:
         return self.code in RESTARTED
 
     def text(self) -> str:
+        """Return cause, signal and node in words, with a remedy if memory ran out."""
         text = WHAT[self.code]
         if self.code == ExitCode.FAILED:
             text += f" (exit code {self.other})"
@@ -196,6 +197,7 @@ def _first(patterns: tuple[str, ...], said: str) -> str | None:
 
 
 def ending(returncode: int, said: str) -> Ending:
+    """Classify a run by the launcher's exit code and MPI's messages in the output `said`."""
     if returncode == 0:
         return Ending(ExitCode.FINISHED)
     node = (_first(_NODES, said) or "").rstrip(",.:")

@@ -74,6 +74,7 @@ SCRIPTS = {
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add flags of the Fugaku job, and the training flags of the run."""
     group = parser.add_argument_group("job")
     group.add_argument("--nodes", type=int, help="nodes of the job (required)")
     group.add_argument(
@@ -131,6 +132,7 @@ def job_from_words(words: Sequence[str]) -> jobs.Job:
 
 
 def job_from(args: argparse.Namespace) -> jobs.Job:
+    """Plan a job. ValueError for flags that the script sets, or that pjsub would refuse."""
     check(args.nodes is not None, "--nodes is missing: pass the number of nodes of the job")
     mode = limits.mode(args.mode)
     check(not mode.refused, f"--mode {args.mode}: {mode.refused}")
@@ -199,6 +201,7 @@ def render_all(folder: Path) -> int:
 
 
 def add_render_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the job's flags, and flags that select a report, Slurm or all scripts."""
     add_plan_arguments(parser)
     parser.add_argument(
         "--report",
@@ -220,6 +223,7 @@ def add_render_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def make(args: argparse.Namespace) -> int:
+    """Write the script of a run or report, and list what to fill in; return the exit code."""
     if args.all:
         return render_all(args.all)
     check(
@@ -319,6 +323,7 @@ def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def submit(args: argparse.Namespace) -> int:
+    """Check a script and submit the job, or a chain of step jobs; return the exit code."""
     rest = script.add_options(script.Script(), args.passed, 0)
     check(not rest, f"{' '.join(rest)!r} after -- is not an option of pjsub: pass FILE before --")
     check(args.steps is None or args.steps > 0, f"--steps is {args.steps}: pass a number above 0")

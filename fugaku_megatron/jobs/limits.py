@@ -135,6 +135,7 @@ def parse_pjacl(text: str) -> dict[str, ResourceGroup]:
 
 
 def resource_groups() -> tuple[dict[str, ResourceGroup], str]:
+    """Return resource groups from pjacl, or else from the built-in table; and the source."""
     if shutil.which("pjacl"):
         try:
             output = subprocess.run(

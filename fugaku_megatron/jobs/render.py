@@ -132,6 +132,7 @@ def flag_lines(flags: Iterable[str]) -> list[str]:
 
 
 def directives(job: Job) -> list[str]:
+    """Return the #PJM lines: nodes, limits, power mode, ranks and volumes."""
     shape = f"{torus.text(job.shape)}:torus:strict-io" if job.shape else str(job.nodes)
     lines = [
         f'-L "node={shape},rscunit=rscunit_ft01,rscgrp={job.resource_group},elapse={limits.clock(job.elapse)}"',
@@ -151,6 +152,7 @@ def directives(job: Job) -> list[str]:
 
 
 def values(job: Job) -> list[str]:
+    """Return the script's bash assignments: sizes, rank map, times in seconds, and FLAGS."""
     lines = [f"NAME={job.name}", f"NODES={job.nodes}", f"RANKS_PER_NODE={job.ranks_per_node}"]
     if job.shape:
         meaning = "node shape, ranks per node, TP, PP"
@@ -177,6 +179,7 @@ def other_clocks(job: Job) -> str:
 
 
 def render(job: Job) -> str:
+    """Return the pjsub script: directives, reasons, values and the commands of the job's kind."""
     run = RUNS[job.kind].replace("@OTHERS@", other_clocks(job))
     if job.check_ranks is not None:
         run = f"check_layout {job.check_ranks}  # ends the job if the layout trains differently\n{run}"
@@ -323,6 +326,7 @@ def _check_ranks(job: Recipe, layout: Layout) -> str:
 
 
 def render_slurm(cluster: Cluster, job: Recipe, checks_layout: bool = False) -> str:
+    """Return the sbatch script. ValueError if the recipe does not fit into the nodes' memory."""
     layout, mib = slurm_memory_mib(cluster, job)
     return fill(
         SLURM_TEMPLATE,

@@ -141,6 +141,7 @@ def _enter(script: Script, option: str, value: str, line: int) -> None:
 
 
 def read(path: Path) -> str:
+    """Return a job script's text. ValueError if bash could not read the file."""
     if reason := unreadable(path):
         raise ValueError(f"{path}: {reason}: pass a job script")
     try:
@@ -164,6 +165,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def parse(text: str) -> Script:
+    """Parse directives, FLAGS and variables of a pjsub script. ValueError names the line."""
     script = Script()
     in_flags = False
     in_body = False

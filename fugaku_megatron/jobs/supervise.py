@@ -37,6 +37,7 @@ TIMED = "--exit-duration-in-mins"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the supervisor's flags: restarts, nodes and launcher."""
     parser.add_argument(
         "--max-restarts",
         type=int,
@@ -320,6 +321,7 @@ def read_hosts(text: str) -> list[str]:
 
 
 def supervisor(args: argparse.Namespace, stop: Stop) -> Supervisor:
+    """Build the supervisor of the command after --. ValueError for an incomplete set of flags."""
     check(
         args.passed,
         "pass the command after --: fugaku-megatron supervise -- mpiexec -n 4 fugaku-megatron train ...",

@@ -212,6 +212,7 @@ def _is_size(word: str) -> bool:
 
 
 def main(argv: Sequence[str]) -> int:
+    """Print the rank map of a node shape and layout; return 2 for wrong arguments."""
     try:
         check(
             len(argv) in (4, 5) and all(map(_is_size, argv[1:])),

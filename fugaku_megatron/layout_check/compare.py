@@ -59,6 +59,7 @@ class Tolerance:
 
     @staticmethod
     def of(run: RunConfig) -> Tolerance:
+        """Derive the tolerance from the run's number formats, sizes and experts."""
         model = run.model
         names = [run.precision.name]
         if run.system.int8 or run.lora.base_in_int8:
@@ -99,6 +100,7 @@ class Tolerance:
         return allowed
 
     def error(self, found: Tensor, expected: Tensor, whole: Tensor) -> float:
+        """Return the error of a piece relative to the tensor `whole`; infinite unless finite."""
         difference = (found - expected).double()
         if not bool(torch.isfinite(difference).all()):
             return math.inf
@@ -144,6 +146,7 @@ class Difference:
     before: str = ""
 
     def line(self) -> str:
+        """Return the difference in words, with the communication since the tensor before."""
         text = f"no rank: {self.absent}"
         if self.ranks:
             word = "rank" if len(self.ranks) == 1 else "ranks"

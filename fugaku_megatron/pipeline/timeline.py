@@ -117,6 +117,7 @@ def waits_for_message(place: Placement, row: Computation) -> bool:
 
 
 def ordered(schedule: Schedule) -> list[Computation]:
+    """Return the computations of all stages, each after the computations that it needs."""
     place = schedule.placement
     stages = range(place.stages)
     todo = [

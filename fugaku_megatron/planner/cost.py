@@ -45,6 +45,7 @@ class Network:
     slow: bool = False
 
     def seconds(self, verb: str, group: str, bytes: int) -> float:
+        """Return the seconds of a collective or message. bytes: of a rank's input"""
         members, together = self._group(group)
         if members == 1:
             return 0.0
@@ -243,6 +244,8 @@ def quantized_bytes(elements: int, element_bytes: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
+    """A rank's seconds by cause: computation, then exposed communication inside layers."""
+
     gemm: float = 0.0
     attention: float = 0.0
     elementwise: float = 0.0
@@ -264,6 +267,8 @@ class Seconds:
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
+    """Model of one rank, which converts work in FLOPs, bytes and calls into seconds."""
+
     machine: Machine
     software: Software
     parameters: Parameters

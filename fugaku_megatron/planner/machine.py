@@ -188,6 +188,7 @@ class Machine:
         return f"{self.name} has no GEMM curve with {threads} threads: {used}"
 
     def at(self, ghz: float | None = None, eco: bool = False) -> Machine:
+        """Return the machine at a clock in GHz and in eco mode; ValueError if either is missing."""
         check(
             ghz is None or ghz in self.clocks_ghz,
             f"--ghz {ghz} is not a clock of {self.name}: pass {' or '.join(map(str, self.clocks_ghz))}",
@@ -282,6 +283,7 @@ def _check_kinds(values: JsonObject) -> None:
 
 
 def from_data(name: str, data: JsonObject) -> Machine:
+    """Build a machine from a description. KeyError, TypeError or ValueError for wrong data."""
     constants = data["constants"]
     values = {key: constant["value"] for key, constant in constants.items()}
     for key, value in values.items():

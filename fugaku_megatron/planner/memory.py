@@ -114,6 +114,7 @@ def stage_mib(
     nodes: int,
     parameters: MemoryParameters,
 ) -> float:
+    """Return the peak MiB of one of the stage's ranks, runtime and MPI buffers included."""
     moments = _in_flight(run_schedule.full_batch_schedule(run, layout), stage)
     fixed = _fixed_mib(run, layout, code, nodes, parameters)
     if code.style == "native":

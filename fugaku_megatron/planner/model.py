@@ -74,6 +74,8 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
+    """Modelled seconds of an iteration, by cause."""
+
     slowest: Seconds  # one micro-batch, forward and backward, of the stage that takes longest
     schedule: Schedule
     costs: Costs  # of one micro-batch on every stage
@@ -421,6 +423,7 @@ def predict(run: RunConfig, system: System, with_band: bool = True) -> Predictio
 
 
 def warnings(run: RunConfig, layout: Layout, system: System, tflops: float) -> tuple[str, ...]:
+    """Return the limits of a prediction: unmeasured, unmodelled, or outside the fitted rows."""
     code = system.software
     lines = []
     if code.name == software.THIS_PROJECT and system.machine.name == "a64fx":
@@ -465,6 +468,7 @@ def warnings(run: RunConfig, layout: Layout, system: System, tflops: float) -> t
 
 
 def unmeasured(run: RunConfig, system: System) -> list[str]:
+    """Return a warning for each rate that is assumed because the machine lacks a measurement."""
     code = system.software
     lines = []
     if not code.known_on(system.machine):
@@ -488,6 +492,7 @@ def unmeasured(run: RunConfig, system: System) -> list[str]:
 
 
 def far_tensor_parallel(layout: Layout, system: System, share: float) -> tuple[str, ...]:
+    """Return a warning if tensor parallelism crosses nodes and takes a large `share` of the time."""
     inside = system.nodes == 1 or system.ranks_per_node % layout.tp == 0
     if inside or share < LARGE_SHARE:
         return ()
@@ -515,6 +520,7 @@ def unmodelled(run: RunConfig) -> list[str]:
 
 
 def lacking_choices(run: RunConfig, code: Software) -> list[str]:
+    """Return settings of the run that the software does not have, in words."""
     training = run.training
     zero = run.parallel.zero_stage
     kind = training.recompute_granularity or "none"

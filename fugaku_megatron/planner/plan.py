@@ -44,6 +44,7 @@ OWN = ("ramp_divisible", "explain", "features", "against", "png")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the system's flags, and flags that limit the search or select the output."""
     add_system_arguments(parser)
     group = parser.add_argument_group("plan")
     group.add_argument(
@@ -86,6 +87,7 @@ def _with_length(run: RunConfig) -> RunConfig:
 
 
 def main(args: argparse.Namespace) -> int:
+    """Search the fastest layouts, or compare features, and print the result; return the exit code."""
     check(args.against is None or args.explain, "--against goes with --explain: pass both")
     check(
         not (args.features and (args.explain or args.json or args.png)),
@@ -256,6 +258,7 @@ def bottlenecks(plan: Plan) -> str:
 
 
 def changes_between(run: RunConfig, system: System, against: str, best: Plan) -> list[Change]:
+    """Return the steps from the time of `against` to the best plan's, each with one change more."""
     old_code = software.load(against)
     new_code = system.software
     old = old_code.fitted.values

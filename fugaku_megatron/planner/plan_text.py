@@ -71,6 +71,7 @@ def _duration(plan: Plan) -> tuple[float, float] | None:
 
 
 def text(best: Sequence[tuple[Plan, Prediction]], result: Search, args: argparse.Namespace) -> str:
+    """Return the table of the best plans, reasons of dropped layouts, and the first plan's command."""
     first, prediction = best[0]
     lines = [
         f"{first.system.nodes} nodes of {first.system.machine.name}, {first.system.software.name}: {len(result.plans)} "
@@ -129,6 +130,7 @@ def _shared(plan: Plan) -> str:
 
 
 def as_json(plan: Plan, prediction: JsonObject, args: argparse.Namespace) -> JsonObject:
+    """Return layout, settings, duration and command, merged with the prediction."""
     days, node_hours = _duration(plan) or (None, None)
     return {
         "dp": plan.layout.dp,
@@ -215,6 +217,7 @@ def _backward(plan: Plan) -> str:
 
 
 def png(plan: Plan, file: str) -> None:
+    """Draw the plan's pipeline over time, with the modelled MiB of every stage, into `file`."""
     system = plan.system
     held = [
         memory.stage_mib(

@@ -41,6 +41,7 @@ DEFAULT_SOFTWARE = {"a100": "megatron-a100", "a100-before-0225": "megatron-a100"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of machine, software and job, and the training flags."""
     group = parser.add_argument_group("system")
     group.add_argument(
         "--machine",
@@ -103,6 +104,7 @@ MOST = 128
 
 
 def as_json(prediction: Prediction) -> JsonObject:
+    """Return rounded figures: seconds, TFLOPs per node, MiB of the fullest rank, shares from 0 to 1."""
     p = prediction
     return {
         "seconds_per_iteration": round(p.seconds, 6),
@@ -129,6 +131,7 @@ def describe(run: RunConfig, system: System) -> str:
 
 
 def text(run: RunConfig, system: System, p: Prediction) -> str:
+    """Return the prediction in words, with seconds by cause and warnings."""
     lines = [
         describe(run, system),
         f"{p.seconds:.4g} s per iteration (model; nine of ten runs: {p.lower:.4g} to {p.upper:.4g}), "
@@ -148,6 +151,7 @@ def text(run: RunConfig, system: System, p: Prediction) -> str:
 
 
 def layout_of(run: RunConfig, system: System) -> Layout:
+    """Return the run's layout. ValueError proposes sizes that divide the ranks and fit in memory."""
     try:
         return Layout.from_run(run, system.world_size)
     except ValueError as error:
@@ -163,6 +167,7 @@ def layout_of(run: RunConfig, system: System) -> Layout:
 
 
 def fitting(run: RunConfig, system: System) -> Iterator[Layout]:
+    """Iterate over layouts that fit in memory, from the nearest sizes to the requested sizes."""
     asked = run.parallel
     world = system.world_size
     sizes = [size for size in range(1, min(world, MOST) + 1) if world % size == 0]

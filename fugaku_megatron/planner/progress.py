@@ -9,6 +9,8 @@ PERIOD = 5.0  # seconds between two lines; a shorter search prints none
 
 
 class Progress:
+    """Progress line on standard error, at most every `PERIOD` seconds."""
+
     def __init__(self) -> None:
         self._begin = time.monotonic()
         self._said = self._begin

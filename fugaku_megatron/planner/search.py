@@ -68,6 +68,7 @@ class Candidate:
 
 
 def schedules(choices: Choices, stages: int, microbatches: int) -> list[Order]:
+    """Return the orders to try; with few micro-batches, also orders of more model chunks."""
     few = microbatches <= min(2 * stages, LONGEST // stages)
     orders = []
     for name in choices.schedules:

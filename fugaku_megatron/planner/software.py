@@ -107,6 +107,7 @@ class Fitted:
 
 
 def fitted(group: str) -> Fitted:
+    """Load a group's fitted values, or return the modelled values of unmeasured software."""
     if group in MODELLED:
         return Fitted(
             values=MODELLED[group],
@@ -157,6 +158,7 @@ class Choices:
 
     @staticmethod
     def from_names(names: frozenset[str], ranks_per_node: tuple[int, ...]) -> Choices:
+        """Derive recompute kinds, ZeRO stages and schedules from names of features."""
         recompute = {
             "none": True,
             "selective": features.SELECTIVE in names,
@@ -265,6 +267,7 @@ class Software:
 
 
 def with_schedule(run: RunConfig, name: str, chunks: int, pending: int | None = None) -> RunConfig:
+    """Return the run with the flags of a schedule. pending: most pending backward passes"""
     virtual = chunks if row(name).chunks is None and chunks > 1 else None
     return replace(
         run,
@@ -283,6 +286,7 @@ def names() -> list[str]:
 
 
 def load(name: str, flag: str = "--software") -> Software:
+    """Load software by name or alias, with its fitted values. ValueError names `flag`."""
     data = json.loads(DATA.read_text())
     name = ALIASES.get(name, name)
     if name not in data["software"]:

@@ -12,6 +12,8 @@ from .software import MemoryParameters, Parameters, Software
 
 @dataclass(frozen=True, kw_only=True)
 class System:
+    """Machine and software of a modelled job, with nodes and ranks."""
+
     machine: Machine
     software: Software
     nodes: int
@@ -26,6 +28,7 @@ class System:
         ghz: float | None = None,
         eco: bool = False,
     ) -> System:
+        """Load machine and software. ValueError for a clock or ranks that a node does not have."""
         host = machine.load(machine_name).at(ghz, eco)
         code = software.load(software_name)
         ranks = host.ranks_per_node if ranks_per_node is None else ranks_per_node

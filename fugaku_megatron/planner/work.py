@@ -411,6 +411,7 @@ def _last_recomputed(run: RunConfig, kind: LayerKind, software: Software) -> Wor
 
 
 def recomputed_mixer(run: RunConfig, kind: LayerKind, software: Software) -> Work:
+    """Return the forward that selective recompute runs again: scores and matmuls."""
     records = [r for r in layer_records(run, kind) if r.mixes]
     if not records:
         return Work()

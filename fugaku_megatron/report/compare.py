@@ -63,6 +63,7 @@ def figures(data: JsonObject) -> dict[tuple[str, str], float]:
 
 
 def compared(first: Path, second: Path) -> str:
+    """Return the table of two reports' rates and ratios, and the comparison of checksums."""
     one = read("--compare", first)
     two = read("--compare", second)
     a = figures(one)

@@ -67,6 +67,7 @@ def _nodes(sections: Sections) -> list[JsonObject]:
 
 
 def wrong_kernels(sections: Sections) -> Iterator[Finding]:
+    """Find kernels outside the tolerance, and ranks whose checksums differ from rank 0."""
     checks = rows_of(sections, "kernels", "checks")
     ranks = rows_of(sections, "kernels", "differing_ranks")
     bad = [row for row in checks if not row["good"]]
@@ -91,6 +92,7 @@ def wrong_kernels(sections: Sections) -> Iterator[Finding]:
 
 
 def slow_clocks(sections: Sections) -> Iterator[Finding]:
+    """Find clocks that fall under load, slow ranks, and governors that lower the clock."""
     ranks = rows_of(sections, "kernels", "ranks")
     nodes = _nodes(sections)
     if not ranks or not nodes:
@@ -125,6 +127,7 @@ def slow_clocks(sections: Sections) -> Iterator[Finding]:
 
 
 def busy_cores(sections: Sections) -> Iterator[Finding]:
+    """Find nodes with load of other processes, and nodes with idle cores."""
     ranks = rows_of(sections, "kernels", "ranks")
     for number, node in enumerate(_nodes(sections)):
         cores = node["cores"]
@@ -148,6 +151,7 @@ def busy_cores(sections: Sections) -> Iterator[Finding]:
 
 
 def mapping(sections: Sections) -> Iterator[Finding]:
+    """Turn the notes on the mapping of ranks to cores into findings."""
     for number, node in enumerate(_nodes(sections)):
         for line in node["mapping"]:
             if not line.startswith("note: "):
@@ -164,6 +168,7 @@ def mapping(sections: Sections) -> Iterator[Finding]:
 
 
 def memory_set_up(sections: Sections) -> Iterator[Finding]:
+    """Find disabled huge pages, page migration by the system, and memory in use by others."""
     for number, node in enumerate(_nodes(sections)):
         if node["huge_pages"]["transparent"] == "never" and not node["huge_pages"]["xos"]:
             yield Finding(
@@ -191,6 +196,7 @@ def memory_set_up(sections: Sections) -> Iterator[Finding]:
 
 
 def slow_kernels(sections: Sections) -> Iterator[Finding]:
+    """Find kernels below the expected share of peak or triad, and unused vector units."""
     kernels = sections.get("kernels")
     if not kernels or kernels["shrunk"]:
         return
@@ -235,6 +241,7 @@ def slow_kernels(sections: Sections) -> Iterator[Finding]:
 
 
 def communication(sections: Sections) -> Iterator[Finding]:
+    """Find an unmeasured network, limited MPI threads, and collectives slower than the model."""
     found = sections.get("communication", {})
     if found.get("ranks") == 1:
         yield Finding(
@@ -266,6 +273,7 @@ def communication(sections: Sections) -> Iterator[Finding]:
 
 
 def training(sections: Sections) -> Iterator[Finding]:
+    """Find ranks that slow each other down, and runs left out for lack of memory."""
     rows = [row for row in rows_of(sections, "training") if "tokens_per_s" in row]
     if len(rows) > 1:
         alone, *_, together = (row["tokens_per_s"] / row["ranks"] for row in rows)

@@ -54,6 +54,7 @@ def hours(sections: JsonObject) -> list[JsonObject]:
 def whole_model(
     name: str, row: JsonObject, recipe: str, changes: JsonObject, sections: JsonObject
 ) -> JsonObject:
+    """Extrapolate a model's hours for TOKENS tokens and memory in GiB from two layers' `row`."""
     run = make_run(recipe, {**changes, "seq_length": row["seq_length"], "mock_data": True})
     parameters = model_parameters(run)
     tokens = row["seq_length"]

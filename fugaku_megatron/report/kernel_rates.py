@@ -178,6 +178,7 @@ def difference(ours: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 
 
 def compared(sizes: Sizes | None = None) -> list[JsonObject]:
+    """Compare every kernel with the scalar reference, in each dtype; differences are relative."""
     rows = []
     sizes = sizes or Sizes()
     for dtype, limit in TOLERANCE.items():
@@ -227,6 +228,7 @@ NEXT_LENGTH = 4  # times the attention of a length, for the next one, which is t
 
 
 def kernel_section(context: Context) -> JsonObject:
+    """Check and time the kernels on all ranks at once. Collective."""
     checks = compared()
     context.world.barrier()
     rates = measure_rates(context)

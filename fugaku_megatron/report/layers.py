@@ -29,6 +29,7 @@ def layers_section(context: Context) -> JsonObject:
 
 
 def two_layers(context: Context, shape: str, tp: int, s: int) -> RunConfig:
+    """Return a run with two layers of `shape`, a small vocabulary and samples of `s` tokens."""
     return make_run(
         SHAPES[shape],
         {

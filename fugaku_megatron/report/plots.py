@@ -22,6 +22,7 @@ COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
 
 
 def plots(sections: JsonObject, hours: Sequence[JsonObject]) -> list[str]:
+    """Draw the measured sections and modelled hours as SVG figures."""
     kernels = sections.get("kernels")
     found = []
     if kernels:
@@ -120,6 +121,7 @@ def lines(
 
 
 def bars(title: str, values: Sequence[tuple[str, float]]) -> str:
+    """Draw horizontal bars as SVG, scaled to the largest value."""
     most = max(value for _, value in values) or 1.0
     step = min(28.0, (HEIGHT - TOP - 8) / len(values))
     parts = []

@@ -14,6 +14,7 @@ PATH = re.compile(r"(?<![\w.:/])/(?:[\w.+~-]+/)+[\w.+~-]*")
 
 
 def private_words() -> dict[str, str]:
+    """Return user, host, home and working directory -> the marks that replace the names."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container whose user has no name

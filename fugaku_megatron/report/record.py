@@ -100,6 +100,7 @@ def clock(seconds: float) -> str:
 
 
 def read(flag: str, path: Path) -> JsonObject:
+    """Read a report file. ValueError, which names `flag`, for other files and versions."""
     remedy = "pass a file that fugaku-megatron report wrote"
     text = read_text(path, flag, remedy)
     try:

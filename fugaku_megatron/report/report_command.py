@@ -23,6 +23,7 @@ from .start_ranks import restart_with_ranks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of output, time, sections, ranks and comparison."""
     parser.add_argument(
         "--output",
         type=Path,
@@ -70,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
+    """Raise ValueError for values and paths that would fail after the measurement."""
     check(
         0 < args.minutes <= 1440,
         f"--minutes is {args.minutes:g}: pass a number above 0, at most 1440",
@@ -89,6 +91,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    """Measure this machine, on ranks that mpiexec starts if possible, or compare two reports."""
     if args.compare:
         print(compared(*args.compare))
         return 0

@@ -90,6 +90,7 @@ def launcher_options(mpiexec: str) -> list[str]:
 
 
 def words(args: argparse.Namespace) -> list[str]:
+    """Return the report's flags for the started ranks, with the seconds spent so far."""
     spent = time.monotonic() - STARTED
     line = ["--output", str(args.output), "--minutes", str(args.minutes), "--spent", f"{spent:.1f}"]
     if args.only:

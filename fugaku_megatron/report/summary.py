@@ -10,6 +10,7 @@ from .record import LABEL, clock, rows_of
 
 
 def text(data: JsonObject) -> str:
+    """Return the report as text: summary, findings with remedies, and extrapolated hours."""
     sections = data["sections"]
     lines = [heading(data), *summary(sections), ""]
     if data.get("findings"):
@@ -56,6 +57,7 @@ def hours_line(row: JsonObject) -> str:
 
 
 def summary(sections: Sections) -> list[str]:
+    """Return the lines of the measured sections, and of power."""
     makers: dict[str, Callable[[JsonObject], str]] = {
         "host": host_line,
         "kernels": kernels_line,
@@ -88,6 +90,7 @@ def host_line(host: JsonObject) -> str:
 
 
 def kernels_line(kernels: JsonObject) -> str:
+    """Return two lines: checks and shares of peak, then a rank's clock and rates."""
     good = sum(row["good"] for row in kernels["checks"])
     rank = kernels["ranks"][0]
     n, _, share = max(kernels["gemm"], key=lambda row: row[0])

@@ -365,6 +365,7 @@ class Row:
         return measured and self.duplicate_of is None and not self.unfit(purpose)
 
     def run(self) -> RunConfig:
+        """Return the config of the published run, with an even pipeline split."""
         return RunConfig(
             model=ModelConfig(
                 num_layers=self.layers,
@@ -411,6 +412,7 @@ def load(documents: Sequence[str] = ()) -> tuple[Row, ...]:
 
 
 def read(folder: Path) -> tuple[Row, ...]:
+    """Read the rows of all tables, with errata and duplicates. ValueError for wrong data."""
     records = tuple(map(_erratum, read_csv(folder / "errata.csv", ERRATUM_COLUMNS)))
     tables = {}
     for record in read_csv(folder / "tables.csv", TABLE_COLUMNS):

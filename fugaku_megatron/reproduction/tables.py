@@ -135,6 +135,7 @@ class Comparison:
 
 
 def compare(rows: Sequence[Row], predict: Callable[[Row], Prediction]) -> list[Comparison]:
+    """Predict every row; for a row that cannot run or is not modelled, record the problem."""
     found = []
     for row in _with_progress(rows):
         prediction = None
@@ -203,6 +204,7 @@ def _table(comparisons: Sequence[Comparison], markdown: bool) -> str:
 
 
 def cells(comparison: Comparison) -> tuple[str, ...]:
+    """Return the cells as printed, then corrections, modelled values, and errors in per cent."""
     row = comparison.row
     p = comparison.prediction
     names = dict(zip(row.table.columns, row.table.header))
@@ -276,6 +278,7 @@ _TRAITS: dict[str, Callable[[Any], str]] = {
 
 
 def draw(path: Path, comparisons: Sequence[Comparison]) -> None:
+    """Draw modelled against printed seconds per iteration, with a panel for each document."""
     documents = [d for d in DOCUMENTS if any(c.row.document == d for c in comparisons)]
     columns = min(2, len(documents))
     rows = -(-len(documents) // columns)
@@ -369,6 +372,7 @@ _PRINTED = ("dp", "gbs", "mem", "seconds", "tflops", "petaflops")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that select documents and output formats."""
     parser.add_argument(
         "--document",
         nargs="+",

@@ -87,6 +87,7 @@ def skip_line(run: RunConfig, train: Any) -> str | None:
 
 
 def announce(notes: Iterable[str], plan: Plan, machine: str, nodes: int) -> list[str]:
+    """Return the log's first lines: notes, machine, layout, parameters and FLOPs."""
     run = plan.config
     notes = (*notes, *plan.param_schedule.notes(run.training))
     parameters = f"parameters {model_parameters(run):,}, {vocabulary_text(run)}"

@@ -62,6 +62,7 @@ class StagePlan:
 
 
 def plan_stage(plan: Plan, stage: int) -> StagePlan:
+    """Build a stage in this process, check the parameter formula, and return the stage's plan."""
     grid = Grid(*plan.layout.sizes)
     world = SoloComm(grid.rank(0, stage, 0), plan.layout.world_size)
     built = Stage(plan.config, grid.groups(world), Ops.build())

@@ -17,6 +17,8 @@ from .plan import Plan
 
 @dataclass(frozen=True)
 class Choice:
+    """Backend of each operation family, and the log's lines about the choice."""
+
     backends: dict[str, str]
     lines: list[str]
 
@@ -73,6 +75,7 @@ def _native_matmuls(run: RunConfig) -> Iterator[str]:
 
 
 def checked_matmuls(run: RunConfig) -> str:
+    """Return the log's text on matmuls that --abft checks, and on matmuls without a check."""
     model = run.model
     layers = run.numbers.abft or ()
     whole = ALL in layers

@@ -24,6 +24,7 @@ from .checkpoint_source import Resume, counts_padding, saved_rows
 
 
 def copies_note(trainer: Trainer) -> list[str]:
+    """Return a line on the ranks of a node that share the frozen weights, if weights have copies."""
     sharers = trainer.optimizer.flat.frozen_memory[0].sharers
     ranks = trainer.groups.dp.size
     if ranks == 1:
@@ -88,6 +89,7 @@ def tracker_note(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
 
 
 def skip_notes(trainer: Trainer, resume: Resume) -> list[str]:
+    """Return notes if --skip-samples differs from the saved run, ahead or in samples passed."""
     position = trainer.progress.consumed_samples
     now = trainer.skips
     saved = Skips.parse(resume.config.get("data", {}).get("skip_samples"))
@@ -109,6 +111,7 @@ def skip_notes(trainer: Trainer, resume: Resume) -> list[str]:
 
 
 def moment_notes(run: RunConfig, resume: Resume) -> list[str]:
+    """Return notes on master weights and moments that change format."""
     saved = resume.config.get("optimizer", {})
     names = ["main_params_dtype"]
     if not run.optimizer.no_load_optim:
@@ -126,6 +129,7 @@ def moment_notes(run: RunConfig, resume: Resume) -> list[str]:
 
 
 def schedule_note(requested: ParamSchedule, trainer: Trainer, resume: Resume) -> list[str]:
+    """Return a note if the learning-rate schedule restarts or differs from the saved schedule."""
     state = resume.state.get("param_schedule")
     samples = resume.progress.scheduled_samples
     optimizer = trainer.run.optimizer
@@ -233,6 +237,7 @@ COURSE = {
 def differences(
     run: RunConfig, saved: JsonObject, settings: Mapping[str, tuple[str, ...]] = COURSE
 ) -> list[str]:
+    """Return a phrase for each flag that differs from the saved config. settings: group -> fields"""
     phrases = []
     for group, names in settings.items():
         now = getattr(run, group)
@@ -281,6 +286,7 @@ def angle_note(run: RunConfig, saved: JsonObject) -> list[str]:
 
 
 def layout_notes(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
+    """Return notes on changes of parallel sizes, batches and vocabulary padding."""
     saved = checkpoint.head["layout"]
     now = layout_record(trainer.run, trainer.layout)
     # The context-parallel size is recorded above 1 only.

@@ -102,6 +102,7 @@ def with_vocabulary(run: RunConfig, tokenizer: JsonObject | None) -> RunConfig:
 
 
 def end_of_document(data: DataConfig, tokenizer: JsonObject | None) -> int:
+    """Return the token that ends a document. ValueError if no tokenizer names the token."""
     check(
         bool(tokenizer),
         f"{data.marks_documents}: the token that ends a document is not known: name the tokenizer of the data, "

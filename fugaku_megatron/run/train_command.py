@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the training flags, and flags of the dry run and the layout check."""
     parser.usage = "%(prog)s [flags]"  # the list of flags would fill the first screen
     parser.add_argument(
         "--png",
@@ -60,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    """Train, or do the dry run or layout check that the flags select; return the exit code."""
     arguments = interpret(with_checkpoint_model(vars(args)), passed=vars(args))
     check(
         args.png is None or arguments.dry_run,

@@ -15,6 +15,7 @@ class NeverSkipped(ValueError):
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
+    """Turn errors from damaged or truncated input into ValueError; other errors pass."""
     try:
         yield
     except Exception as error:

@@ -11,7 +11,7 @@ DISTRIBUTIONS = {"ruamel": "ruamel.yaml"}  # module -> package, if the names dif
 
 
 class MissingPackage(NeverSkipped):
-    pass
+    """Missing optional package; the message has the pip command."""
 
 
 def optional_package(name: str, extra: str, user: str) -> ModuleType:

@@ -108,6 +108,7 @@ def model_tokenizer(
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, otherwise: str) -> None:
+    """Add the tokenizer's flags. otherwise: the default of --vocab-file, in words"""
     add = parser.add_argument
     add(
         "--tokenizer-type",

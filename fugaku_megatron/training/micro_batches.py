@@ -115,6 +115,7 @@ def datasets_of(
     arrays: Mapping[str, TokenArrays] | None = None,
     begun: Sequence[int | None] = (None, None, None),
 ) -> Datasets:
+    """Open the run's (train, valid, test) data sets, `num_samples` of each. Collective."""
     data = run.data
     separate = run.training.multiple_validation_sets
     builder = Builder(
@@ -206,6 +207,7 @@ class RunBatches:
     def micro_batches(
         self, source: Source | None, consumed: int, count: int
     ) -> Iterator[MicroBatch]:
+        """Iterate over `count` micro-batches from sample `consumed` on; unused samples are None."""
         groups = self.groups
         has_data = needs_data(self.run, groups)
         rows = None

@@ -235,6 +235,7 @@ class Replicas:
 
 
 def comparison_line(replicas: Replicas, run: RunConfig, groups: Groups) -> str:
+    """Return the log's line on states compared across replicas, and states not compared."""
     interval = run.numbers.check_weight_hash_across_dp_replicas_interval
     if not replicas.exist:
         return (

@@ -626,6 +626,7 @@ class Trainer:
 
 
 def layout_record(run: RunConfig, layout: Layout) -> dict[str, int | str]:
+    """Return the layout as a manifest records it: parallel sizes, layers of stages, ZeRO shards."""
     record: dict[str, int | str] = {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
