@@ -27,7 +27,10 @@ ATTENTION_BACKWARD_SHARE = 2.5
 
 
 class AttentionCosts(MixerCosts):
+    """Costs of softmax attention with its projections."""
+
     def records(self, run: RunConfig, cp_comm_type: str, kind: LayerKind | None) -> Records:
+        """Return QKV projection, rotary embedding, attention and output projection."""
         model = run.model
         around = MatmulCollectives.from_run(run)
         h = model.hidden_size

@@ -61,6 +61,7 @@ def adapter_parameters(run: RunConfig) -> tuple[int, ...]:
 
 
 def unit_elements(run: RunConfig, stage: int) -> dict[Unit, int]:
+    """Return trained elements on one rank by unit, in the order of `units`."""
     of_layers = adapter_parameters(run) if run.lora.on else layer_parameters(run)
     others = {HEAD: 0, EMBEDDING: 0}
     if not run.lora.on:
@@ -129,6 +130,7 @@ def gradient_bytes(run: RunConfig) -> int:
 
 
 def gradient_collectives(run: RunConfig, layout: Layout, stage: int) -> list[Collective]:
+    """Return all gradient collectives of a stage in an iteration: tied embedding, tp, dp, edp."""
     collectives = []
     size = gradient_bytes(run)
     if holds_tied_copy(run, stage):

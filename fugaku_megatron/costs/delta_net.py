@@ -52,6 +52,8 @@ def _state_bytes(model: ModelConfig, ranks: int) -> int:
 
 
 class DeltaNetCosts(MixerCosts):
+    """Costs of a gated delta net with its projections and convolution."""
+
     def records(self, run: RunConfig, cp_comm_type: str, kind: LayerKind | None) -> Records:
         """Exchange heads among ranks that share a sequence, whatever --cp-comm-type says."""
         model = run.model

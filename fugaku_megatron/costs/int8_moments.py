@@ -120,6 +120,7 @@ def layer_segments(run: RunConfig, kind: LayerKind) -> tuple[Segments, Segments]
 
 
 def unit_segments(run: RunConfig, stage: int) -> dict[Unit, tuple[Segments, Segments]]:
+    """Return a stage's trained segments on one rank by unit: (divided experts, others)."""
     model = run.model
     others: dict[str, Segments] = {HEAD: [], EMBEDDING: []}
     if not run.lora.on:

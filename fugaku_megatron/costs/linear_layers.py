@@ -51,6 +51,7 @@ def linears(run: RunConfig, kind: LayerKind) -> list[Linear]:
 
 
 def mlp_linears(run: RunConfig, mlp: str) -> list[Linear]:
+    """Return one rank's linear layers in an MLP, or in routed and shared experts. mlp: as in `ModelConfig.mlps`"""
     model = run.model
     h = model.hidden_size
     if mlp != MLP_OF_EXPERTS:

@@ -298,6 +298,7 @@ def reused_bytes(run: RunConfig, layout: Layout, stage: int, live: int) -> int:
 def stage_memory(
     run: RunConfig, layout: Layout, stage: int, in_flight: Sequence[InFlight]
 ) -> Memory:
+    """Return the bytes on one rank of a stage. in_flight: peaks of the stage's schedule"""
     elements = sum(bucket_elements(run, layout, stage))
     is_fp32 = run.precision.name == "fp32"
     weight_bytes = FP32_BYTES if is_fp32 else BF16_BYTES

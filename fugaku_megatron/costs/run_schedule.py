@@ -57,6 +57,7 @@ def split_costs(run: RunConfig, reduced: bool = False) -> VirtualStageCosts:
 
 
 def build_schedule(run: RunConfig, microbatches: int) -> Schedule:
+    """Build the schedule; a split backward is ordered by the stages' relative costs."""
     name = run.parallel.schedule
     if not row(name).splits_backward:
         return Schedule(name, run.placement, microbatches)
@@ -135,6 +136,7 @@ def with_recompute(
 def fewest(
     run: RunConfig, layout: Layout, stage: int, limit: float, in_flight: Sequence[InFlight]
 ) -> tuple[int, ...]:
+    """Return the fewest layers to recompute, by model chunk, that fit a stage into `limit` bytes."""
     own = stage_layers(run, stage)
     layers = [len(chunk) for chunk in own]
     whole = stage_memory(run, layout, stage, in_flight)

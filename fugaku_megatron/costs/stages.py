@@ -31,6 +31,7 @@ def quantized_elements(run: RunConfig, stage: int) -> int:
 
 @lru_cache(maxsize=1024)  # searches repeat the same runs
 def virtual_stage_sizes(run: RunConfig) -> tuple[int, ...]:
+    """Return layers per virtual stage: given by flags, even, or balanced by FLOPs."""
     layers = run.model.num_layers
     sizes = stage_sizes(run)
     placement = run.placement

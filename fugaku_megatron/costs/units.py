@@ -18,6 +18,7 @@ def holds_tied_copy(run: RunConfig, stage: int) -> bool:
 
 
 def units(run: RunConfig, stage: int) -> list[Unit]:
+    """Return a stage's units in backward order, the tied copy last."""
     placement = run.placement
     found: list[Unit] = []
     if stage == placement.last_stage:

@@ -59,6 +59,7 @@ def listed_data(
 def parse_data_path(
     data_path: Sequence[str], flag: str = "--data-path"
 ) -> tuple[list[str], list[float] | None]:
+    """Return (prefixes, weights), weights None if not passed. Raises ValueError for incomplete pairs."""
     first = data_path[::2]
     numbers = [_number(item) for item in data_path]
     pairs = "pass prefixes, or pairs: weight prefix weight prefix ..."

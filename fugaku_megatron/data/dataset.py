@@ -325,6 +325,8 @@ class BlendedDataset:
 
 
 class ValidationSets:
+    """Samples of several validation sets, one set after another."""
+
     def __init__(self, datasets: Sequence[Dataset]):
         self.datasets = list(datasets)
         self._ends = [*accumulate(map(len, datasets))]

@@ -36,6 +36,8 @@ ABANDONED = 3600.0  # s after which an unfinished file belongs to a builder that
 
 
 class ArrayBlocks(NamedTuple):
+    """Index array to store, built in consecutive blocks."""
+
     name: str
     dtype: np.dtype[Any] | type
     shape: tuple[int, ...]
@@ -78,6 +80,8 @@ class IndexCache:
 
 @dataclass(frozen=True)
 class Index:
+    """Index arrays by name, and the mapped files behind them."""
+
     arrays: dict[str, np.ndarray]
     files: tuple[MappedFile, ...] = ()
 

@@ -405,6 +405,7 @@ class IndexedDatasetWriter:
         return f"wrote {self.prefix}.bin and .idx: {self.num_documents} documents, {self.num_tokens} tokens"
 
     def finalize(self) -> None:
+        """Write the index, sync all files and rename them to their final names, .idx last."""
         lengths = np.asarray(self._lengths, "<i4")
         pointers = np.zeros(len(lengths), "<i8")
         np.cumsum(lengths[:-1] * np.int64(self.dtype.itemsize), out=pointers[1:])

@@ -20,6 +20,8 @@ from ..tokenizers.token_range import check_tokens
 
 
 class Documents(Protocol):
+    """Documents by index: a sequence, or a map-style torch data set."""
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...

@@ -33,6 +33,7 @@ def decode_trained(
 
 
 def examples(files: ChatFiles, decode: Callable[[Sequence[int]], str], colour: bool) -> list[str]:
+    """Return lines with the first chats, trained tokens in colour or brackets."""
     count = min(EXAMPLES, len(files))
     lines = [
         f"the first {count} chats, what is trained "

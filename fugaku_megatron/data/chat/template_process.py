@@ -71,11 +71,17 @@ def _apply(method: Any) -> Callable[..., Any]:
 
 
 class TemplateProcess:
+    """Process that renders templates one at a time, started by the first call and after each limit."""
+
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
     def render(self, **call: Any) -> tuple[list[str], list[list[tuple[int, int]]]]:
+        """Return rendered texts, and character ranges of {% generation %} blocks in each.
+
+        Raises TemplateLimit beyond a limit, TemplateRefusal for an error in the template.
+        """
         text = json.dumps(call, default=_plain)
         limits = {"seconds": SECONDS, "characters": max(CHARACTERS, GROWTH * len(text))}
         line = f'{{"limits": {json.dumps(limits)}, "call": {text}}}\n'.encode()

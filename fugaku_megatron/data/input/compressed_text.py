@@ -50,6 +50,7 @@ def text_blocks(path: str, packed: str) -> Iterator[tuple[bytes, int]]:
 
 
 def decompressed_blocks(path: str, packed: str) -> Iterator[tuple[bytes, int]]:
+    """Yield (block, compressed bytes read). Raises EOFError for a truncated file. packed: .gz or .zst"""
     start: Callable[[], Any] = partial(zlib.decompressobj, zlib.MAX_WBITS | 16)
     if packed == ".zst":
         zstandard = optional_package("zstandard", "data", f"--input {path}")
@@ -73,6 +74,7 @@ def decompressed_blocks(path: str, packed: str) -> Iterator[tuple[bytes, int]]:
 
 
 def lines(path: str, packed: str, largest: int) -> Iterator[Record]:
+    """Yield (number, line, file bytes read). Raises ValueError for a line above `largest` bytes."""
     number = 1
     if not packed:
         read = 0

@@ -200,6 +200,10 @@ def read_record(document: Document, expected: str) -> tuple[str, JsonObject]:
 
 
 def document_texts(document: Document, keys: Sequence[str]) -> list[str | bytes]:
+    """Return a document's text for each key; a plain text file is one document, in bytes.
+
+    Raises ValueError for a key without text.
+    """
     if document.line == 0:
         return [document.raw]
     where, record = read_record(document, "a JSON object with the keys of --json-keys")

@@ -22,6 +22,7 @@ UNFINISHED = ".unfinished"  # ends the name of a folder in which preprocess keep
 
 
 def add_input_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of input text, shared by preprocessing and vocabulary training."""
     parser.add_argument(
         "--input",
         nargs="+",

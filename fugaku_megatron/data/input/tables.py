@@ -115,6 +115,7 @@ def _open_arrow(path: str, size: int) -> tuple[Any, Batches]:
 
 
 def choose_columns(path: str, schema: Any, columns: Columns) -> list[str]:
+    """Return the columns to read. Raises ValueError if a needed column is missing or not text."""
     from pyarrow import types
 
     known = f"its columns are {', '.join(schema.names)}"

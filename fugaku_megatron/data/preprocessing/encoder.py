@@ -76,6 +76,7 @@ class Encoder:
         self._unread: set[str] = set()
 
     def encode(self, documents: list[Document]) -> Encoded:
+        """Return token ids and document lengths for each key, without skipped documents."""
         skipped = Skipped(self.job.skip_invalid)
         self._unread.clear()
         read: Callable[[Document], list[Any]] = partial(document_texts, keys=self.job.keys)
@@ -138,6 +139,7 @@ def _start_worker() -> None:
 
 
 def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Yield consecutive documents in lists of at least BATCH_BYTES, except the last list."""
     batch: list[Document] = []
     size = 0
     for document in documents:

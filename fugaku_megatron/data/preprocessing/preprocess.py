@@ -56,6 +56,7 @@ MIN_LIMIT_OF_WORKERS = 64
 
 
 def check_numbers(args: argparse.Namespace) -> None:
+    """Raise ValueError for a number below 1, or too many workers for this node."""
     limit = max(MIN_LIMIT_OF_WORKERS, MAX_WORKERS_PER_CPU * (os.cpu_count() or 1))
     if (args.workers or 0) > limit:
         raise ValueError(
@@ -203,6 +204,7 @@ def validation(writer: IndexedDatasetWriter) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add flags of input, tokenizer, chats, output and workers."""
     add_input_arguments(parser)
     add = parser.add_argument
     add(

@@ -49,6 +49,7 @@ class Progress:
             say(self.line())
 
     def line(self) -> str:
+        """Return totals, this process's rates, fraction of input read, and remaining time."""
         now = self._work.journal
         seconds = time.perf_counter() - self._began
         documents = now.documents - self._first.documents

@@ -50,6 +50,8 @@ class Journal:
 
 
 class TokenFiles:
+    """Token ids and document lengths of one JSON key, in two files to append to."""
+
     def __init__(self, path: Path, dtype: np.dtype, documents: int, tokens: int):
         """Truncate the files to the valid sizes. Raises OSError if they are shorter."""
         self.dtype = dtype
@@ -199,6 +201,7 @@ class Unfinished:
             self.record()
 
     def record(self) -> None:
+        """Sync the token files, then replace the journal, from which the next run resumes."""
         with self._writing():
             for file in self._files:
                 file.sync()

@@ -116,6 +116,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    """Train a vocabulary on the input, and print the matching preprocess command."""
     check_options(args)
     skipped = Skipped(args.skip_invalid)
     files = input_files(args.input, args.json_keys, skipped=skipped)
