@@ -119,7 +119,7 @@ def last_recomputed_records(run: RunConfig, kind: LayerKind | None = None) -> li
 
 @lru_cache(maxsize=64)
 def embedding_records(run: RunConfig) -> Records:
-    """Return word embeddings and learned position embeddings, with their adapters."""
+    """Return word embeddings and learned position embeddings; with LoRA both are frozen."""
     model = run.model
     around = MatmulCollectives.from_run(run)
     records = [

@@ -51,6 +51,8 @@ def make_norm(name: str, context: Context) -> Norm:
 
 
 class SelfAttention(nn.Module):
+    """Softmax attention between QKV and output projections, heads sharded over ranks."""
+
     def __init__(self, name: str, layer: int, context: Context) -> None:
         super().__init__()
         model = context.model
@@ -290,6 +292,7 @@ class MLP(nn.Module):
         return self.linear_fc2.bias
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
+        """Apply fc1, activation and fc2, (s, b, h) -> (s, b, h), without the output bias."""
         fc1 = self.linear_fc1
         fc2 = self.linear_fc2
         context = self.context
@@ -390,6 +393,7 @@ class TransformerLayer(nn.Module):
         return self.pre_mlp_layernorm.add_and_normalize(*added)
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
+        """Add mixer and MLP to the residual, (s, b, h) -> (s, b, h)."""
         x, normed = self._attended(x, forward_pass)
         if self.mlp is None:
             return x

@@ -37,6 +37,8 @@ class _Inputs(NamedTuple):
 
 
 class GatedDeltaNet(nn.Module):
+    """Gated delta net between its projections, heads sharded over tensor- and context-parallel ranks."""
+
     def __init__(self, name: str, layer: int, context: Context) -> None:
         super().__init__()
         model = context.model

@@ -44,5 +44,7 @@ class DropoutKey:
 
 
 class Dropout(NamedTuple):
+    """Probability of zeroing an element, and the key of the mask."""
+
     p: float
     key: DropoutKey

@@ -378,6 +378,7 @@ class Experts(nn.Module):
         self.shared_experts = SharedExpert(f"{name}.shared_experts", context) if shared else None
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
+        """Route, dispatch, compute and combine tokens, (s, b, h) -> (s, b, h)."""
         if self.experts.adapts and torch.is_grad_enabled() and not x.requires_grad:
             x = x.detach().requires_grad_()  # nothing below is trained: the graph begins here
         context = self.context

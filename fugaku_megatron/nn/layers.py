@@ -193,6 +193,10 @@ class Context:
         split: bool = False,
         experts: tuple[int, ...] = (),
     ) -> Adapter | None:
+        """Build a linear layer's adapter, or return None if the run does not adapt the layer.
+
+        Arguments as in `Adapter`.
+        """
         parts = self.lora.parts(name.rsplit(".", 1)[-1], self.model)
         if not parts:
             return None
@@ -324,6 +328,8 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
+    """Word embeddings (vocabulary, h), rows sharded over tensor-parallel ranks."""
+
     def __init__(self, name: str, vocabulary: int, context: Context) -> None:
         super().__init__()
         self.context = context
@@ -339,6 +345,8 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
+    """Learned position embeddings (positions, h), replicated over tensor-parallel ranks."""
+
     def __init__(self, name: str, context: Context) -> None:
         super().__init__()
         self.context = context
@@ -397,6 +405,8 @@ def scale(weight: Tensor, centered: bool) -> Tensor:
 
 
 class WeightedNorm(Norm):
+    """Norm with a learned scale (h), stored minus 1 if centered."""
+
     def __init__(self, name: str, context: Context) -> None:
         super().__init__(name, context)
         self.weight = context.parameter(
@@ -405,6 +415,8 @@ class WeightedNorm(Norm):
 
 
 class LayerNorm(WeightedNorm):
+    """Layer norm with scale and bias (h), fused with the residual sum."""
+
     def __init__(self, name: str, context: Context) -> None:
         super().__init__(name, context)
         self.bias = context.parameter(f"{name}.bias", (context.model.hidden_size,))
@@ -420,6 +432,8 @@ class LayerNorm(WeightedNorm):
 
 
 class RMSNorm(WeightedNorm):
+    """RMS norm with scale (h), fused with the residual sum."""
+
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.scale(), self.epsilon)
 
@@ -432,11 +446,15 @@ class RMSNorm(WeightedNorm):
 
 
 class PlainLayerNorm(Norm):
+    """Layer norm without parameters, by torch."""
+
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], eps=self.epsilon)
 
 
 class LayerNormWithoutBias(WeightedNorm):
+    """Layer norm with scale (h) and no bias, by torch."""
+
     def forward(self, x: Tensor) -> Tensor:
         return layer_norm_without_bias(x, self.scale(), self.epsilon)
 

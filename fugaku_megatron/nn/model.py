@@ -166,6 +166,7 @@ class Chunk(nn.Module):
         return x
 
     def decode(self, x: Tensor, forward_pass: Pass) -> Tensor:
+        """Run all layers, (s, b, h) -> (s, b, h); with full recompute the first groups run again in backward."""
         groups = self.recompute_groups if forward_pass.recompute == "full" else []
         if groups and not x.requires_grad and torch.is_grad_enabled():
             x = x.detach().requires_grad_()  # with frozen embeddings the graph begins here

@@ -61,6 +61,8 @@ class AttentionMask:
 
 
 class SharedCall(NamedTuple):
+    """Arguments of attention that all blocks of a context-parallel call share."""
+
     heads: Heads
     mask: AttentionMask
     dropped: Dropout

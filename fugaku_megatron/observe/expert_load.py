@@ -32,6 +32,7 @@ class ExpertWatch(Observer):
         self.tokens = torch.zeros(len(self.layers), model.num_experts or 0, dtype=torch.float64)
 
     def end(self, result: IterationResult) -> MetricValues:
+        """Count tokens by expert; return the largest load, relative to the mean, and the losses."""
         if result.experts is None:
             return {}
         own = result.experts[self.layers]
@@ -45,6 +46,7 @@ class ExpertWatch(Observer):
         return values
 
     def report(self, iteration: int) -> None:
+        """Log the loads since the last report and experts without tokens, then reset the counts."""
         loads = self.tokens / _mean_tokens(self.tokens)
         self.writer.record(
             "experts",

@@ -92,6 +92,7 @@ def count(
     moving: Iterable[Standing] = (),
     missing: tuple[int, ...] = (),
 ) -> Census:
+    """Build one node's census, with the longest stuck and the shortest waiting ranks by name."""
     stuck = _longest(stuck)
     waiting = _shortest(waiting)
     moving = tuple(moving)
@@ -107,6 +108,7 @@ def count(
 
 
 def merge(reports: Sequence[Census]) -> Census:
+    """Merge the censuses of several nodes into one."""
     stuck = _longest(s for report in reports for s in report.stuck)
     waiters = _shortest(s for report in reports for s in report.waiters)
     return Census(

@@ -126,6 +126,12 @@ def remove_dead() -> None:
 
 
 class Heartbeat:
+    """This rank's heartbeat; without a folder in private memory.
+
+    limit: seconds without a move before the rank counts as stuck
+    what: current phase
+    """
+
     def __init__(self, folder: Path | None = None, rank: int = 0, limit: float = 0.0) -> None:
         self.rank = rank
         self.limit = limit
@@ -220,6 +226,7 @@ class Heartbeat:
 
 
 def decode(memory: mmap.mmap | bytes | bytearray) -> Beat | None:
+    """Return the heartbeat in a page; None if the page has none."""
     before = b""
     for _ in range(3):  # until no beat came while the page was copied
         page = bytes(memory[: STATE_AT + STATE.size])
@@ -349,6 +356,7 @@ def state(process: int) -> str:
 
 
 def native_stacks(process: int, until: float) -> str:
+    """Return native stacks by an installed debugger, else an empty text. until: in s of CLOCK_MONOTONIC"""
     command = next((words for words in DEBUGGERS if shutil.which(words[0])), None)
     if command is None:
         return ""

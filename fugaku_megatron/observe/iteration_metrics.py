@@ -236,6 +236,7 @@ def parse_log(lines: Iterable[str]) -> list[IterationMetrics]:
 
 
 def published_header() -> tuple[str, ...]:
+    """Return the column titles of published result tables."""
     return (
         "Nodes",
         "Freq",
@@ -309,6 +310,7 @@ class PublishedRow:
         return self.tflops * self.ranks / 1024
 
     def cells(self) -> tuple[str, ...]:
+        """Return formatted values in the order of `published_header`, unknown values as dashes."""
         return (
             or_dash(self.nodes, "d"),
             or_dash(self.ghz, ".1f", "GHz"),

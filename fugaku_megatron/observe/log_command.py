@@ -64,6 +64,7 @@ ITERATION_COLUMNS = ("log", *(f.name for f in fields(IterationMetrics)))
 
 
 def row_of(log: LogSummary, notes: str) -> PublishedRow:
+    """Return a log's row in the published table."""
     job = log.job
     run = job.run
     return PublishedRow(
@@ -177,6 +178,7 @@ def _basis(log: LogSummary) -> str:
 
 
 def record(log: LogSummary, name: str) -> JsonObject:
+    """Return a log's CSV record: published cells, exact numbers and the model's shape."""
     row = row_of(log, _notes(name, log))
     cells = {
         HEADERS[name]: cell
@@ -240,6 +242,7 @@ def _layout(log: LogSummary) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add flags of tables and plots, and flags that describe a run."""
     parser.add_argument(
         "logs",
         nargs="+",
@@ -307,6 +310,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def job_of(options: argparse.Namespace) -> Job:
+    """Return the job that flags describe, for logs without a description."""
     check_positive(options, "nodes", "ranks_per_node", "interval")
     flags = arguments.run_flags(vars(options))
     check(
@@ -328,6 +332,7 @@ def job_of(options: argparse.Namespace) -> Job:
 
 
 def check_outputs(options: argparse.Namespace) -> None:
+    """Raise ValueError if a file of --csv or --png cannot be written."""
     check(
         options.csv is not None or not options.per_iteration,
         "--per-iteration needs --csv FILE: pass both",
@@ -342,6 +347,7 @@ def check_outputs(options: argparse.Namespace) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
+    """Print a table of all logs, and write the CSV and PNG files."""
     if options.ranks:
         return show_ranks(options)
     job = job_of(options)
@@ -375,6 +381,7 @@ def _file_of(path: str) -> str:
 
 
 def show_ranks(options: argparse.Namespace) -> int:
+    """Print each phase's times over ranks, and draw the heat map of --png."""
     check_outputs(options)
     check(
         not options.csv and not options.follow,
@@ -413,6 +420,7 @@ def _write(options: argparse.Namespace, logs: Sequence[LogSummary]) -> None:
 
 
 def follow(files: Sequence[LogFile], options: argparse.Namespace) -> list[LogSummary]:
+    """Print progress and rewrite outputs while logs grow; return all logs after the last line or Ctrl-C."""
     shown: dict[str, int] = {}  # path -> iteration
     try:
         while True:

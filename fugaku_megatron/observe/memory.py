@@ -56,6 +56,8 @@ def steady_growth(readings: Sequence[tuple[int, int]]) -> float:
 
 
 class MemoryWatch(Observer):
+    """Observer of memory: reports steady growth on any rank, and iterations until the node is full."""
+
     def __init__(self, world: Comm, nodes: Nodes, say: Callable[[int, str], None]) -> None:
         self.world = world
         self.here = nodes.ranks

@@ -132,6 +132,7 @@ class MetricsWriter:
         return None if metrics.iteration % self.log_interval else self.flush()
 
     def flush(self) -> IterationMetrics | None:
+        """Write the interval's metrics to all outputs, and begin the next interval; None if empty."""
         if not self._interval:
             return None
         metrics = IterationMetrics.from_interval(self._interval)

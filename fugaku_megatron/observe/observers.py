@@ -70,6 +70,8 @@ class Heartbeats:
         return observe_groups(groups, self._of_group)
 
     def watch(self, executor: Any) -> Executor:
+        """Wrap an executor: each instruction becomes a heartbeat phase, with micro-batch and peer."""
+
         def call(name: str, function: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
             instruction: Instruction = args[0]
             text = f"{name} of micro-batch {instruction.microbatch}"
@@ -110,6 +112,8 @@ class Heartbeats:
 
 @dataclass(frozen=True)
 class Observers:
+    """All observers of one rank, to wrap kernels, process groups and executor."""
+
     phases: Phases
     beats: Heartbeats
     profile: Profile | None

@@ -57,6 +57,7 @@ class Interval:
 
 
 def parse_interval(line: str) -> Interval:
+    """Parse a line of a --log-ranks file. Raises ValueError for rows of unequal lengths."""
     try:
         interval = Interval(**json.loads(line))
         lengths = {
@@ -75,6 +76,8 @@ def parse_interval(line: str) -> Interval:
 
 @dataclass(frozen=True)
 class Straggler:
+    """Rank that is slow in a phase. usual: expected seconds, 0 if unknown. usual_of: their source"""
+
     rank: int
     stage: int
     phase: str

@@ -43,6 +43,7 @@ class Spikes:
         self._in_spike = False
 
     def find(self, loss: float) -> str | None:
+        """Add a loss, and return a message if a spike begins, else None."""
         middle, limit = self._limit()
         before = self._in_spike
         self._in_spike = not math.isfinite(loss) or loss > limit

@@ -142,6 +142,7 @@ def format_run(run: RunConfig, layout: Layout, nodes: int) -> str:
 
 
 def parse_run(line: str) -> Job:
+    """Return the job of a `run:` line. Raises ValueError for unknown or invalid values."""
     try:
         values = json.loads(line[line.index(_RUN + "{") + len(_RUN) :])
         nodes = values.pop("nodes")
@@ -254,6 +255,8 @@ def exact_seconds(iteration: IterationMetrics) -> float | None:
 
 
 class LogReader:
+    """Incremental reader of lines; an iteration that is logged again replaces the earlier values."""
+
     def __init__(self, path: str, job: Job | None = None, formula: str = "hardware") -> None:
         self.path = path
         self.job = job or Job(other_program=True)
@@ -331,6 +334,7 @@ class LogReader:
         self.by_iteration[metrics.iteration] = metrics
 
     def summary(self) -> LogSummary:
+        """Return all iterations, and the last job's after warm-up as `counted`."""
         iterations = tuple(self.by_iteration[number] for number in sorted(self.by_iteration))
         last = self._of_job[-1] if self._of_job else None
         last_iteration = (
@@ -367,6 +371,7 @@ class LogFile:
         self._rest = b""
 
     def poll(self) -> bool:
+        """Read new lines; return True if the file has grown. Begin again if a job has overwritten the file."""
         try:
             check(
                 os.path.isfile(self._path) or not os.path.exists(self._path),

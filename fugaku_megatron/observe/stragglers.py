@@ -80,6 +80,7 @@ class RankTimes(Observer):
         return [(linear + attention * work.share) / (linear + attention)]
 
     def report(self, iteration: int) -> None:
+        """Log all ranks' phase times, and name slow ranks after enough seconds. Collective."""
         own = torch.tensor(self._rows).mean(0)
         everyone = torch.empty(self.world.size, len(own))
         self.world.all_gather(everyone, own)

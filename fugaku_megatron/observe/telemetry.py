@@ -31,12 +31,15 @@ _JOB_IDS = ("NEMO_LENS_RUN_ID", "SLURM_JOB_ID", "PJM_JOBID")
 
 @dataclass(frozen=True)
 class Otlp:
+    """Service name, span groups and resource attributes of an OTLP export."""
+
     service_name: str
     groups: frozenset[str]
     resource: dict[str, str | int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, run: RunConfig, dp: int) -> Otlp | None:
+        """Build the export from flags and the job's environment variables; None without --otel-enabled."""
         output = run.output
         if not output.otel_enabled:
             return None
@@ -64,6 +67,7 @@ class Otlp:
         )
 
     def check(self) -> None:
+        """Raise ValueError if the exporter package is missing or another protocol is requested."""
         try:
             found = importlib.util.find_spec(PACKAGE)
         except ImportError:

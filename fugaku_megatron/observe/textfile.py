@@ -25,6 +25,7 @@ class Textfile:
         self._counts: dict[str, int] = {}
 
     def write(self, metrics: IterationMetrics) -> None:
+        """Update all figures, and replace the file at once. Raises OSError if not possible."""
         for figure in FIGURES:
             value = figure.value(metrics)
             if value is not None:

@@ -19,6 +19,8 @@ REACHED_WITHIN = 3.0  # s
 
 @dataclass(frozen=True)
 class WandbRun:
+    """Description of a Weights & Biases run, which `start` opens."""
+
     project: str
     name: str
     entity: str | None = None

@@ -73,6 +73,7 @@ class ProcessActivity:
         self._last: dict[int, tuple[float, float, int]] = {}
 
     def active(self, process: int) -> bool:
+        """Return True if a process computed or read and wrote since the last call, at most once in WINDOW."""
         now = time.monotonic()
         if now - self._last.get(process, (0.0, 0.0, 0))[0] < WINDOW:
             return False

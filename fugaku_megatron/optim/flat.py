@@ -256,6 +256,7 @@ class FlatParameters:
         return merged
 
     def pieces(self, start: int, end: int) -> list[tuple[Range, Place]]:
+        """Return each parameter's range in elements [start, end), counted from `start`, and its global place."""
         pieces = []
         for parameter, begin, first, last in self.overlaps(start, end):
             spec = parameter.spec
@@ -466,6 +467,7 @@ def random_stream(parameter: ModelParameter) -> int:
 
 
 def place_of(parameter: ModelParameter, first: int) -> Place:
+    """Return the global place of a parameter's elements from `first` on."""
     spec = parameter.spec
     split = spec.partition_dim or 0
     inside = math.prod(spec.shape[split + 1 :])

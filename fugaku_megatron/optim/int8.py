@@ -99,6 +99,10 @@ def _cut(first: int, end: int, segment: int) -> Iterator[tuple[int, int, int]]:
 def blocks_of_shard(
     flat: FlatParameters, model: ModelConfig, shard: tuple[int, int], cut: list[int]
 ) -> list[Blocks]:
+    """Return the moment blocks of the ZeRO-1 shard (start, end).
+
+    cut: ascending starts of blocks that several shards share
+    """
     start, end = shard
     made: list[Blocks] = []
     scale = 0

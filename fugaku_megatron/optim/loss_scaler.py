@@ -22,6 +22,7 @@ class LossScaler:
         return self.dynamic and self.scale > self.precision.min_loss_scale
 
     def update(self, overflow: bool) -> None:
+        """Halve the scale after `hysteresis` overflows, or double it after a window without overflow."""
         if not self.dynamic:
             return
         if overflow:

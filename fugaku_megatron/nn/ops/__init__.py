@@ -84,6 +84,8 @@ class Int8:
 
 @dataclass(frozen=True)
 class Ops(Backend):
+    """Operations of a training step, with a backend for each family: see `build`."""
+
     matmul = gemm.matmul
     data_gradient = gemm.data_gradient
     weight_gradient = gemm.weight_gradient
