@@ -17,8 +17,9 @@ TARGET ?=
 # The oldest that pyproject.toml allows and the newest, next to the one of requirements.txt.
 OTHER_TORCH := 2.9.1 2.15.0
 # SHARE=1/8: of each test of `make test-full`, and of those of `make test` and `make test-arm` with MANY cases that are no unit tests,
-# every eighth case from the second on. The commit chooses the eighth. SHARE=0/1: all cases.
-SHARE := $(or $(SHARE),$(shell printf %d 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 0))/8)
+# every eighth case from the second on. The commit chooses the eighth. SHARE=0/1: all cases. SHARES=32: a thirty-second.
+SHARES ?= 8
+SHARE := $(or $(SHARE),$(shell printf %d 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 0))/$(SHARES))
 MANY := 4
 FAULTS_SHORT ?= 15
 FAULTS_SEED ?= 1
