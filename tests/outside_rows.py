@@ -108,6 +108,16 @@ def adamw(update: ElementUpdate) -> None:
     update.weights.sub_(update.lr * mean / (square.sqrt() + o.adam_eps))
 
 
+def momentum(update: ElementUpdate) -> None:
+    """Gradient descent with momentum (Polyak 1964)."""
+    update.exp_avg.mul_(update.config.adam_beta1).add_(update.gradients)
+    update.weights.sub_(update.exp_avg, alpha=update.lr)
+
+
+def descent(update: ElementUpdate) -> None:
+    update.weights.sub_(update.gradients, alpha=update.lr)
+
+
 def all_forwards_first(schedule: Schedule, stage: int) -> list[Instruction]:
     """GPipe (Huang et al. 2019): all forwards, then all backwards."""
     numbers = range(schedule.microbatches)
@@ -130,6 +140,12 @@ ROWS = [
         ),
     ),
     (OPTIMIZERS, "own_adamw", OptimizerPart(elements=f"{__name__}:adamw")),
+    (
+        OPTIMIZERS,
+        "momentum",
+        OptimizerPart(elements=f"{__name__}:momentum", states=("exp_avg",)),
+    ),
+    (OPTIMIZERS, "descent", OptimizerPart(elements=f"{__name__}:descent", states=())),
     (SHAPES, "straight", Shape(factor=lambda fraction: 1 - fraction)),
     (SCHEDULES, "gpipe", ScheduleRow(lists=f"{__name__}:all_forwards_first")),
 ]

@@ -24,6 +24,7 @@ MOMENT_BLOCK = 256  # elements that share a scale in int8
 # Bytes per element of the supported moment formats.
 MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / MOMENT_BLOCK}
 MOMENT_DTYPES = (*MOMENT_BYTES, "fp16", "fp8")  # formats of Megatron-LM
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +33,12 @@ class OptimizerPart:
 
     elements: "module:function", `optim.optimizer.ElementUpdate` -> None, which updates FP32 elements in place; None: the AdamW kernel
     matrices: "module:class", which updates weight matrices from their first moment, as `optim.muon.Muon`; None: no class does
+    states: moments of MOMENTS that each element has
     """
 
     elements: str | None = None
     matrices: str | None = None
+    states: tuple[str, ...] = MOMENTS
 
 
 _MUON = "fugaku_megatron.optim.muon:Muon"
@@ -281,8 +284,17 @@ class OptimizerConfig:
         return OPTIMIZERS[self.optimizer] == OptimizerPart()
 
     @cached_property
+    def states(self) -> tuple[str, ...]:
+        return OPTIMIZERS[self.optimizer].states
+
+    def state_bytes(self, state: str) -> float:
+        """Return the bytes of an element of one of MOMENTS; 0 if the optimizer has no such moment."""
+        dtypes = dict(zip(MOMENTS, (self.exp_avg_dtype, self.exp_avg_sq_dtype), strict=True))
+        return MOMENT_BYTES[dtypes[state]] if state in self.states else 0.0
+
+    @cached_property
     def moment_bytes(self) -> float:
-        return MOMENT_BYTES[self.exp_avg_dtype] + MOMENT_BYTES[self.exp_avg_sq_dtype]
+        return sum(map(self.state_bytes, MOMENTS))
 
     def _check_weight_decay(self) -> None:
         for name in ("start_weight_decay", "end_weight_decay"):

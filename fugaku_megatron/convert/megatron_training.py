@@ -22,7 +22,7 @@ from torch import Tensor
 from ..checkpoint.load import Checkpoint, Foreign
 from ..config.fields import check, check_type
 from ..config.model import COUNTED
-from ..config.optimizer import OptimizerConfig
+from ..config.optimizer import MOMENTS, OptimizerConfig
 from ..config.param_schedule import ParamSchedule
 from ..config.precision import PrecisionConfig
 from ..config.run_config import GROUPS
@@ -30,7 +30,6 @@ from ..text.named_files import JsonObject
 from .megatron_dist import STATE, DistReader, LayerKey, dist_reader
 
 Saved = Mapping[str, Any]  # by Megatron-LM's names
-MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASTER = "fp32_param"
 _OPTIMIZER = re.compile(
     r"(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer/shard_.*"

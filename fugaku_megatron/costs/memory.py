@@ -13,7 +13,7 @@ from functools import lru_cache
 from ..config.layer_kinds import LayerKind
 from ..config.layout import Layout
 from ..config.model import ACTIVATIONS, MLP_OF_EXPERTS
-from ..config.optimizer import MOMENT_BYTES
+from ..config.optimizer import MOMENTS
 from ..config.run_config import RunConfig
 from ..pipeline.in_flight import InFlight
 from ..pipeline.schedule_names import row
@@ -83,18 +83,16 @@ def _scales(run: RunConfig, layout: Layout, stage: int) -> int:
 
 
 def moment_bytes(run: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
-    """Return the bytes of both moments on a rank and in a checkpoint, which saves 8-bit moments as FP32."""
+    """Return the bytes of all moments on a rank and in a checkpoint, which saves 8-bit moments as FP32."""
     optimizer = run.optimizer
     first = sum(updated_elements(run, layout, stage))
     if optimizer.exp_avg_dtype == "int8":
         each = first + FP32_BYTES * _scales(run, layout, stage)
         return 2 * each, 2 * FP32_BYTES * first
     second = _second_moment_of_muon(run, layout, stage) if optimizer.muon else first
-    both = int(
-        first * MOMENT_BYTES[optimizer.exp_avg_dtype]
-        + second * MOMENT_BYTES[optimizer.exp_avg_sq_dtype]
-    )
-    return both, both
+    numbers = dict(zip(MOMENTS, (first, second), strict=True))
+    stored = int(sum(numbers[state] * optimizer.state_bytes(state) for state in MOMENTS))
+    return stored, stored
 
 
 # Limits of a block of FP32 logits: these bytes, or 1 / LOGITS_SHARE of the layers' saved bytes.

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from ..config.optimizer import MOMENTS
 from ..config.run_config import RunConfig
 from ..nn.model import OUTPUT, WORD_EMBEDDINGS
-from ..optim.optimizer import MOMENTS
 from .points import (
     CHECKPOINT,
     FORWARD,

@@ -41,8 +41,8 @@ class BucketShard:
 
     master: (n,), FP32, or BF16 under --main-params-dtype bf16
     model_weights: (n,), in the model's dtype; None if `master` is the model's memory
-    exp_avg: (n,) in --exp-avg-dtype; empty with `eight_bit`
-    exp_avg_sq: (n - orthogonal,) in --exp-avg-sq-dtype; empty with `eight_bit`
+    exp_avg: (n,) in --exp-avg-dtype; empty with `eight_bit`, and if the optimizer's row has no such state
+    exp_avg_sq: (n - orthogonal,) in --exp-avg-sq-dtype; empty likewise
     orthogonal: leading elements without a second moment
     ranges: counted from `start`
     updates: one per kernel call

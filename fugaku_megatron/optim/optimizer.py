@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..checkpoint.shards import Shard
 from ..comm.grid import Groups
-from ..config.optimizer import OPTIMIZERS, OptimizerConfig
+from ..config.optimizer import MOMENTS, OPTIMIZERS, OptimizerConfig
 from ..config.run_config import RunConfig
 from ..costs.buckets import bucket_minimum
 from ..nn.model import Stage
@@ -35,14 +35,12 @@ from .loss_scaler import LossScaler
 from .muon import Muon
 from .rounding import round_at_random
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-KINDS = ("weight", *MOMENTS)  # prefixes of checkpoint keys
-
 
 class ElementUpdate(NamedTuple):
     """Elements for the `elements` function of a row of `OPTIMIZERS`, FP32 (n,), updated in place.
 
     gradients: averaged and clipped; free to overwrite
+    exp_avg, exp_avg_sq: empty if the row's `states` lack the moment
     step: counts from 1
     """
 
@@ -77,6 +75,7 @@ class Optimizer:
         self.groups = groups
         self.ops = ops
         self.config = run.optimizer
+        self.kinds = ("weight", *run.optimizer.states)  # prefixes of checkpoint keys
         self.sharded = run.parallel.zero_stage == 1
         row = OPTIMIZERS[self.config.optimizer]
         self._elements: Callable[[ElementUpdate], None] | None = None
@@ -142,10 +141,8 @@ class Optimizer:
             eight = (first, EightBitMoment(n, scales, signed=False))
             in_blocks = adamw_blocks_of_eight_bit(updates, blocks)
         else:
-            exp_avg = torch.zeros(n, dtype=PARAMETER_DTYPES[self.config.exp_avg_dtype])
-            exp_avg_sq = torch.zeros(
-                n - orthogonal, dtype=PARAMETER_DTYPES[self.config.exp_avg_sq_dtype]
-            )
+            exp_avg = self._moment("exp_avg", n, self.config.exp_avg_dtype)
+            exp_avg_sq = self._moment("exp_avg_sq", n - orthogonal, self.config.exp_avg_sq_dtype)
             if self.config.main_params_dtype == "bf16":
                 in_blocks = adamw_blocks(n, updates)
         return BucketShard(
@@ -160,6 +157,10 @@ class Optimizer:
             updates=updates,
             adamw_blocks=in_blocks,
         )
+
+    def _moment(self, state: str, n: int, dtype: str) -> Tensor:
+        """Return a moment's zeros, (n,), or (0,) if the optimizer has no such moment."""
+        return torch.zeros(n if state in self.config.states else 0, dtype=PARAMETER_DTYPES[dtype])
 
     def zero_grad(self, microbatches: int = 1) -> None:
         self._reduced = None
@@ -369,7 +370,7 @@ class Optimizer:
         """Return checkpoint records for weights and moments."""
         self.buckets.await_weights()
         records: list[Shard] = []
-        for kind in KINDS:
+        for kind in self.kinds:
             for index, shard in enumerate(self.shards):
                 replicas = self.buckets.replicas(self.flat.buckets[index])
                 if owned and not self.sharded and replicas.rank != 0:
@@ -404,7 +405,7 @@ class Optimizer:
         replicated = {
             f"{kind}/{p.spec.name}"
             for p in self.flat.parameters
-            for kind in KINDS
+            for kind in self.kinds
             if p.spec.partition_dim is None and (experts_replicated or not p.spec.expert)
         }
         for record in self.checkpoint_shards():
@@ -413,7 +414,7 @@ class Optimizer:
         for index, shard in enumerate(self.shards):
             if not self.sharded:
                 replicas = self.buckets.replicas(self.flat.buckets[index])
-                for kind in KINDS:
+                for kind in self.kinds:
                     replicas.broadcast(self._saved(kind, index))
             if shard.in_bf16:
                 shard.master.copy_(self._saved("weight", index))

@@ -12,6 +12,7 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.costs import run_schedule
 from fugaku_megatron.costs.memory import Memory, stage_memory
+from fugaku_megatron.optim.optimizer import Optimizer
 from tests.helpers import make_trainer
 
 STAGES = 4
@@ -27,6 +28,17 @@ PIPELINE = {
     "pipeline_split": "even",
 }
 MODEL = {**PIPELINE, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Return the bytes of a rank's moments and master weights."""
+    found = 0
+    for shard in optimizer.shards:
+        if shard.model_weights is not None:
+            found += shard.master.nbytes
+        found += shard.exp_avg.nbytes + shard.exp_avg_sq.nbytes
+        found += sum(moment.nbytes for moment in shard.eight_bit or ())
+    return found
 
 
 def plan_memory(run: RunConfig, ranks: int = 1, stage: int = 0, microbatches: int = 2) -> Memory:

@@ -18,7 +18,7 @@ from fugaku_megatron.costs.buckets import updated_elements
 from fugaku_megatron.optim.flat import Place
 from fugaku_megatron.optim.int8 import Blocks, EightBitMoment, blocks_of_shard, cut_blocks
 from fugaku_megatron.training.trainer import Trainer
-from tests.checks.allocations import plan_memory
+from tests.checks.allocations import plan_memory, state_bytes
 from tests.checks.moments import EIGHT, EP2, EXPERTS, GROUPED, LORA, SHARED, is_possible
 from tests.checks.moments import SIZES as HALF_SIZES
 from tests.checks.training import trained
@@ -230,10 +230,9 @@ def test_a_checkpoint_has_the_validation_loss_of_its_run(model, layout, tmp_path
 
 def held_bytes(ranks: int, run: RunConfig, rank: int) -> int:
     """Return the bytes in a rank's moments and master weights."""
-    parts = make_trainer(SoloComm(rank, ranks), run).optimizer.shards
-    assert not any(part.exp_avg.numel() or part.exp_avg_sq.numel() for part in parts)
-    masters = sum(part.master.nbytes for part in parts if part.model_weights is not None)
-    return masters + sum(moment.nbytes for part in parts for moment in part.eight_bit)
+    optimizer = make_trainer(SoloComm(rank, ranks), run).optimizer
+    assert not any(part.exp_avg.numel() or part.exp_avg_sq.numel() for part in optimizer.shards)
+    return state_bytes(optimizer)
 
 
 @pytest.mark.parametrize(

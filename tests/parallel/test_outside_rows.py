@@ -6,8 +6,10 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.pipeline.schedule import build
 from fugaku_megatron.pipeline.schedule_names import ONE_F_ONE_B
+from tests.checks.allocations import plan_memory, state_bytes
 from tests.checks.costs import check_bytes, check_kept, check_parameters
-from tests.helpers import PP2, TP2, small_run, train
+from tests.checks.moments import BF16_MOMENTS, EIGHT
+from tests.helpers import PP2, TP2, make_trainer, parse_layout, small_run, train
 from tests.outside_rows import ROWS
 from tests.threads import ThreadWorld
 
@@ -71,6 +73,54 @@ def test_losses_are_those_of_the_built_in_row(ours, built_in, layout, ranks):
     tolerance = 2e-4 if "bf16" in layout else 5e-5
     assert own == pytest.approx(expected, rel=tolerance)
     assert abs(own[2] - own[0]) > 10 * tolerance * own[0]
+
+
+OPTIMIZER_RUNS = [
+    *({"optimizer": name} for name in ("adam", "muon", "own_adamw", "momentum", "descent")),
+    BF16_MOMENTS,
+    {**BF16_MOMENTS, "optimizer": "muon"},
+    EIGHT,
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout"),
+    [
+        (changes, layout)
+        for changes in OPTIMIZER_RUNS
+        for layout in ("", "dp2 zero", "tp2 pp2 dp2 bf16")
+        # with ZeRO-1 the plan of 8-bit moments is an upper limit: tests/parallel/test_eight_bit.py
+        if changes != EIGHT or "zero" not in layout
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value.values())),
+)
+def test_the_plan_has_the_optimizer_s_memory(changes, layout):
+    """Moments and master weights on the fullest rank of each stage, to 1 %."""
+    ranks, options = parse_layout(layout)
+    run = small_run(**changes, **options)
+    stages = run.parallel.pipeline_model_parallel_size
+    held = [
+        state_bytes(make_trainer(SoloComm(rank, ranks), run).optimizer) for rank in range(ranks)
+    ]
+    for stage in range(stages):
+        tp = run.parallel.tensor_model_parallel_size
+        of_stage = [held[rank] for rank in range(ranks) if rank // tp % stages == stage]
+        planned = plan_memory(run, ranks, stage).optimizer
+        assert max(of_stage) == pytest.approx(planned, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["momentum", "descent"])
+def test_an_optimizer_without_both_moments_trains_in_layouts_and_resumes(name, tmp_path):
+    flags = {"optimizer": name, "lr": 0.01}
+    expected = losses(small_run(**flags), ranks=1)
+    assert losses(small_run(**flags, zero_stage=1), ranks=2) == pytest.approx(expected, rel=5e-5)
+    assert expected[2] < expected[0]
+    trainer = make_trainer(SoloComm(), small_run(**flags))
+    trainer.train_step()
+    trainer.save(str(tmp_path))
+    resumed = make_trainer(SoloComm(), small_run(**flags))
+    resumed.load(str(tmp_path))
+    assert resumed.train_step().loss == trainer.train_step().loss
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "muon"])
