@@ -5,9 +5,12 @@ The package tokenizers leaves the interpreter to other threads while it works, s
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from ..text.input_errors import NeverSkipped
@@ -18,6 +21,34 @@ SIZE_PER_SECOND = 10_000  # characters more in a second; published tokenizers ta
 PANIC = (
     "PanicException"  # of the package tokenizers, for a limit of its library of regular expressions
 )
+
+
+_STDERR = 2
+_redirecting = threading.Lock()
+
+
+@contextlib.contextmanager
+def _native_errors() -> Iterator[Callable[[], object]]:
+    """Collect what native code writes to standard error, and write it there at the end of the block.
+
+    Yields a function that discards the text: Rust prints some 50 lines of a panic, which is an exception in Python.
+    """
+    with _redirecting, contextlib.ExitStack() as undo:
+        try:
+            stderr = os.dup(_STDERR)
+        except OSError:  # closed
+            yield int
+            return
+        undo.callback(os.close, stderr)
+        collected = undo.enter_context(open(os.memfd_create("stderr"), "r+b"))
+        os.dup2(collected.fileno(), _STDERR)
+        try:
+            yield lambda: collected.truncate(0)
+        finally:
+            os.dup2(stderr, _STDERR)
+            collected.seek(0)
+            with open(stderr, "wb", closefd=False) as rest:
+                shutil.copyfileobj(collected, rest)
 
 
 class TokenizerLimit(NeverSkipped):
@@ -37,11 +68,16 @@ def limited(where: str, size: int, work: Callable[[], T]) -> T:
 
     limit = SECONDS + size / SIZE_PER_SECOND
     thread = threading.Thread(target=run, name="tokenizer", daemon=True)
-    begin = time.process_time()
-    thread.start()
-    thread.join(limit)
-    while thread.is_alive() and time.process_time() < begin + limit:  # other programs have the CPU
-        thread.join(1.0)
+    with _native_errors() as discard:
+        begin = time.process_time()
+        thread.start()
+        thread.join(limit)
+        # while other programs have the CPU
+        while thread.is_alive() and time.process_time() < begin + limit:
+            thread.join(1.0)
+        panicked = any(type(error).__name__ == PANIC for error in errors)
+        if panicked:
+            discard()
     if results:
         return results[0]
     if not errors:
@@ -49,7 +85,6 @@ def limited(where: str, size: int, work: Callable[[], T]) -> T:
             f"{where}: did not tokenize {size} characters within {limit:.0f} s; its tokenizer.json may have a regular "
             "expression that never ends: pass another tokenizer"
         )
-    error = errors[0]
-    if type(error).__name__ == PANIC:
-        raise TokenizerLimit(f"{where}: {error}: pass another tokenizer") from None
-    raise error
+    if panicked:
+        raise TokenizerLimit(f"{where}: {errors[0]}: pass another tokenizer") from None
+    raise errors[0]
