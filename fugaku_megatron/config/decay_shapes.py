@@ -12,7 +12,7 @@ WSD = "lr_wsd_decay_style"
 WEIGHT_DECAY = "weight_decay_incr_style"
 
 
-class Progress(NamedTuple):
+class SchedulePoint(NamedTuple):
     """An iteration that starts at `samples`, and the numbers of its run: lengths in samples, learning rates."""
 
     samples: int
@@ -34,21 +34,21 @@ class Shape:
     """
 
     factor: Callable[[float], float] = lambda fraction: 1.0
-    rate: Callable[[Progress], float] | None = None
+    rate: Callable[[SchedulePoint], float] | None = None
     decays: bool = True
     final_decay: bool = False
     flags: tuple[str, ...] = (LEARNING_RATE, WSD)
 
 
-def _inverse_square_root(progress: Progress) -> float:
-    warmup = float(max(progress.warmup_samples, 1))
-    rate: float = progress.lr * warmup**0.5 / float(max(progress.samples, 1)) ** 0.5
-    return max(progress.min_lr, rate)
+def _inverse_square_root(point: SchedulePoint) -> float:
+    warmup = float(max(point.warmup_samples, 1))
+    rate: float = point.lr * warmup**0.5 / float(max(point.samples, 1)) ** 0.5
+    return max(point.min_lr, rate)
 
 
 SHAPES = {
     "constant": Shape(
-        rate=lambda progress: progress.lr,
+        rate=lambda point: point.lr,
         decays=False,
         flags=(LEARNING_RATE, WEIGHT_DECAY),
     ),

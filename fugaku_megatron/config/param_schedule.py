@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .batches import last_samples, length, samples_after, sizes_of
-from .decay_shapes import SHAPES, Progress
+from .decay_shapes import SHAPES, SchedulePoint
 from .fields import check, flag
 from .optimizer import OptimizerConfig
 from .run_config import RunConfig
@@ -137,7 +137,7 @@ class ParamSchedule:
             return o.min_lr
         if shape.rate is not None:
             return shape.rate(
-                Progress(
+                SchedulePoint(
                     samples,
                     self.warmup_samples,
                     decay_samples=self.decay_samples,

@@ -25,7 +25,7 @@ NOT_FOUND = "the renderings do not agree"  # in a turn, whose message is then na
 
 
 @dataclass(frozen=True)
-class Exchange:
+class TurnTexts:
     """Text around a question and its answer, which later ones have too.
 
     Without it the renderings of a chat would take the square of its length.
@@ -38,7 +38,7 @@ class Exchange:
     @classmethod
     def of(
         cls, text: str, place: int, span: tuple[int, int], texts: tuple[str, str]
-    ) -> Exchange | None:
+    ) -> TurnTexts | None:
         question, answer = texts
         begin, end = span
         parts = text[place:begin].split(question)
@@ -74,16 +74,16 @@ class Turns:
         """
         found: list[tuple[int, int]] = []
         place = 0
-        exchange: Exchange | None = None
+        turn_texts: TurnTexts | None = None
         for number in range(first, len(self.messages)):
             if self.messages[number]["role"] != ASSISTANT:
                 continue
-            texts = self._exchanged(number) if found else None
-            span = exchange.find(self.text, place, texts) if exchange and texts else None
+            texts = self._question_and_answer(number) if found else None
+            span = turn_texts.find(self.text, place, texts) if turn_texts and texts else None
             if span is None:
                 span = self._derived(number)
                 if texts:
-                    exchange = Exchange.of(self.text, place, span, texts) or exchange
+                    turn_texts = TurnTexts.of(self.text, place, span, texts) or turn_texts
             if not place <= span[0] < span[1]:
                 raise ValueError(
                     f"where the turn of message {number + 1} begins and ends does not follow from what the chat template "
@@ -93,7 +93,7 @@ class Turns:
             place = span[1]
         return found
 
-    def _exchanged(self, number: int) -> tuple[str, str] | None:
+    def _question_and_answer(self, number: int) -> tuple[str, str] | None:
         """Return a question and its answer if plain texts, after an answer and not the last ones."""
         texts = []
         for message in self.messages[number - 1 : number + 1]:
