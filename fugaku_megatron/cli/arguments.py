@@ -238,7 +238,7 @@ def make_run(recipe: str | None, values: FieldValues) -> RunConfig:
 
 
 def _source_of_flags(missing: Sequence[str], values: FieldValues) -> str:
-    """Return the end of a message about missing flags: where those of a named model are, else the recipes."""
+    """Return the end of a message about missing flags: the place of a named model's flags, else the recipes."""
     for name in ("pretrained_checkpoint", "load"):
         directory = values.get(name) or ""
         file = Path(directory) / MODEL_FLAGS

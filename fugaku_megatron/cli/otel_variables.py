@@ -34,7 +34,7 @@ def _variable(name: str) -> tuple[str, str] | None:
 
 
 def with_otel_variables(fields: FieldValues) -> tuple[FieldValues, tuple[str, ...]]:
-    """Return field values with those of variables, and a note on each variable without effect, or raise ValueError."""
+    """Return field values completed from variables, and a note on each variable without effect, or raise ValueError."""
     found = dict(fields)
     enabled = _variable("ENABLED")
     if enabled is not None and enabled[1].lower() not in (*_ON, *_OFF):

@@ -129,7 +129,7 @@ def _layer_types(pattern: Pattern) -> dict[str, str | None]:
 
 
 def _by_layer(fields: FieldValues, pattern: Pattern) -> FieldValues:
-    """Return the fields that count symbols, as in Megatron-LM, counted by layers: an entry is that of the first symbol."""
+    """Return the fields that count symbols, as in Megatron-LM, counted by layers: the first symbol decides the entry."""
     found: FieldValues = {}
     ends = [*accumulate(map(len, pattern.layers))]
     firsts = [0, *ends[:-1]]

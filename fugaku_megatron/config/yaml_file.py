@@ -1,6 +1,6 @@
 """Strict YAML 1.2 reader: each mistake is a one-line ValueError.
 
-ruamel.yaml refuses duplicate keys. Values are those of YAML's core schema; a date is text.
+ruamel.yaml refuses duplicate keys. Values follow YAML's core schema; a date is text.
 """
 
 from __future__ import annotations

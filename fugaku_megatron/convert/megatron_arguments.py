@@ -229,7 +229,7 @@ def pattern_of(given: Mapping[str, Any]) -> str | None:
 
 
 def model_pattern(model: ModelConfig) -> Pattern:
-    """Return the layers of a model as those of a HybridModel."""
+    """Return a model's layers in a HybridModel's form."""
     mlps = {None: "", MLP_OF_EXPERTS: EXPERTS_SYMBOL, model.activation: DENSE_SYMBOL}
     layers = (
         ("" if kind.mixer is None else MIXERS[kind.mixer].symbol) + mlps[kind.mlp]

@@ -270,7 +270,7 @@ class _LegacyReader:
 class LegacyFormat:
     """Names and layout of a written checkpoint.
 
-    transformer_engine: use its layers' names, and those of its grouped experts
+    transformer_engine: use the names of its layers and its grouped experts
     multiple: pad the vocabulary to a multiple of this x tp
     """
 

@@ -35,7 +35,7 @@ def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Mxfp4Directory(TensorDirectory):
-    """Tensors of which those of `packed` are read in BF16, (experts, inputs, outputs), under NAME."""
+    """Tensors; the tensors of `packed` are read in BF16, (experts, inputs, outputs), under NAME."""
 
     packed: TensorDirectory
 

@@ -526,7 +526,7 @@ def _unknown(name: str, architecture: Architecture, model: ModelConfig) -> str:
 def _ranks_and_scales(
     config: JsonObject, rows: Sequence[PeftMatrix]
 ) -> tuple[dict[str, int], dict[str, float]]:
-    """Return ranks and factors of B x A, next to those of r and lora_alpha, by matrix."""
+    """Return ranks and factors of B x A that differ from r and lora_alpha, by matrix."""
     r = config.get("r", RANK)
     alpha = config.get("lora_alpha", 8)
     ranks = _by_pattern(config, "rank_pattern", rows, r)

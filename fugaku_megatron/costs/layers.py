@@ -92,7 +92,7 @@ def _mlp(run: RunConfig, mlp: str) -> Records:
 def typical_layer(model: ModelConfig) -> LayerKind:
     """Return the most frequent kind; a layer with experts in a model with experts.
 
-    A mixer or MLP that it lacks is that of another layer.
+    A mixer or MLP that it lacks comes from another layer.
     """
     kinds = model.layer_kinds
     sparse = [kind for kind in kinds if kind.mlp == MLP_OF_EXPERTS]

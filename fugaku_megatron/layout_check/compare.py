@@ -80,7 +80,7 @@ class Tolerance:
         return self.value * OF_WEIGHTS if kind in WEIGHTS else self.value
 
     def of_point(self, point: Point) -> float:
-        """Return the tolerance of a tensor. The first scales of moments are those of gradients."""
+        """Return the tolerance of a tensor. The first scales of moments have the tolerance of gradients."""
         if point.kind == STATE:
             return ROUNDOFFS["fp32"]
         allowed = self.of_kind(point.kind)

@@ -40,7 +40,7 @@ class Q8Weight(NamedTuple):
         return Q8Weight.empty(*weight.shape).quantize(weight)
 
     def quantize(self, weight: Tensor) -> Q8Weight:
-        """Set the values and scales to those of `weight` (..., in), of any float dtype."""
+        """Quantize `weight` (..., in), of any float dtype."""
         matrices = (tensor.flatten(0, -2) for tensor in (weight, self.values, self.scales))
         kernels.quantize_q8(*matrices)
         return self

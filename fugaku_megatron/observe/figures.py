@@ -1,6 +1,6 @@
 """Figures of a log interval under the names of Megatron-LM's telemetry, for OTLP and Prometheus.
 
-Names, kinds and units are those of megatron/core/telemetry/training_metrics.py there.
+Names, kinds and units follow megatron/core/telemetry/training_metrics.py there.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Holder:
                 process.send_signal(number)
 
     def changed(self, since: float, save: Path) -> list[str]:
-        """Return the changes below `save` since a time, without those of the job's own unfinished saves."""
+        """Return the changes below `save` since a time, without the job's own unfinished saves."""
         lines = [line.split(maxsplit=3) for line in self.changes.read_text().splitlines()]
         here = [(float(when), event, path) for when, _, event, path in lines if f"{save}/" in path]
         own = [path for _, event, path in here if event == "os.mkdir" and path.endswith(".tmp")]

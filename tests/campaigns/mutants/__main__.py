@@ -213,7 +213,7 @@ def mutants(
 
 
 def published() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """Yield a name and a trial for each published bug, and for those of paths."""
+    """Yield a name and a trial for each published bug and each bug of a path."""
     program = load()
     for bug in (*PUBLISHED, *OF_PATHS):
 

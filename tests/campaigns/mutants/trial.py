@@ -44,7 +44,7 @@ class Result(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """Tensors of a comparison. alone: those of one rank, {} if its training stopped"""
+    """Tensors of a comparison. alone: the tensors of one rank, {} if its training stopped"""
 
     tolerance: Tolerance
     ranks: Ranks
