@@ -40,14 +40,14 @@ def _native_errors() -> Iterator[Callable[[], object]]:
             yield int
             return
         undo.callback(os.close, stderr)
-        collected = undo.enter_context(open(os.memfd_create("stderr"), "r+b"))
+        collected = undo.enter_context(os.fdopen(os.memfd_create("stderr"), "r+b"))
         os.dup2(collected.fileno(), _STDERR)
         try:
             yield lambda: collected.truncate(0)
         finally:
             os.dup2(stderr, _STDERR)
             collected.seek(0)
-            with open(stderr, "wb", closefd=False) as rest:
+            with os.fdopen(stderr, "wb", closefd=False) as rest:
                 shutil.copyfileobj(collected, rest)
 
 

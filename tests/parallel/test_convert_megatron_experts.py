@@ -309,7 +309,7 @@ def cut(path: Path) -> None:
         ({"x": Attack()}, None, "asks for ['posix.system'], which could run code"),
         ([1, 2], None, "common_state is list, not a dictionary"),
         ({"iteration": 7}, None, "holds no arguments of Megatron-LM"),
-        ({"args": Namespace()}, cut, "__0_0.distcp is damaged at byte"),
+        ({"args": Namespace()}, cut, " bytes, and .metadata says that common_state/shard_0_1"),
         (
             {"args": Namespace()},
             lambda path: (path / "__0_0.distcp").unlink(),
