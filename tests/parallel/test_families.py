@@ -20,7 +20,14 @@ from fugaku_megatron.convert.config_json import read_config
 from fugaku_megatron.inference.loading import load_model
 from tests.checks.documents import RESETS
 from tests.checks.generation import tokens_of
-from tests.checks.layouts import Trained, random_tokens, texts, train, train_together
+from tests.checks.layouts import (
+    Trained,
+    assert_as_on_one_rank,
+    random_tokens,
+    texts,
+    train,
+    train_together,
+)
 from tests.helpers import assert_near, make_trainer, parse_layout, run_layout, small_run
 from tests.threads import ThreadWorld
 
@@ -65,10 +72,14 @@ def flags(family: str) -> dict[str, Any]:
     return {**flags_of(MODELS[family]().config.to_json_string()), **SIZES}
 
 
+def flags_for(family: str, data: str) -> dict[str, Any]:
+    more = RESETS if data == "texts" else {}
+    return {**flags(family), **more}
+
+
 @functools.cache
 def one_rank(family: str, data: str) -> Trained:
-    more = RESETS if data == "texts" else {}
-    return train(SoloComm(), small_run(**flags(family), **more), DATA[data])
+    return train(SoloComm(), small_run(**flags_for(family, data)), DATA[data])
 
 
 @pytest.mark.parametrize("family", RECENT)
@@ -77,9 +88,9 @@ def test_a_family_trains_in_layouts_as_on_one_rank(family, layout):
     data = LAYOUTS[layout]
     expected = one_rank(family, data)
     ranks, options = parse_layout(layout)
-    more = RESETS if data == "texts" else {}
-    found = train_together(ranks, {**flags(family), **options, **more}, DATA[data])
-    assert found.figures == pytest.approx(expected.figures, rel=1e-5, abs=1e-8)
+    alone = flags_for(family, data)
+    found = train_together(ranks, {**alone, **options}, DATA[data])
+    assert_as_on_one_rank(found, expected, run=small_run(**alone), data=DATA[data], tolerance=1e-5)
     for name, gradient in expected.gradients.items():
         tolerance = 1e-4 if name.endswith(DECAYS) else 1e-5
         assert_near(found.gradients, {name: gradient}, tolerance)

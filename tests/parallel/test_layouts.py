@@ -26,9 +26,9 @@ from tests.checks.experts import (
 from tests.checks.layouts import (
     Data,
     Trained,
+    assert_as_on_one_rank,
     chats_of,
     random_tokens,
-    rounding_spread,
     texts,
     train,
     train_together,
@@ -41,19 +41,12 @@ from tests.threads import ThreadComm
 
 
 class Model(NamedTuple):
-    """A model, the name of its data, and the largest relative difference between its layouts.
-
-    A model whose moments have codes of 8 bits has the larger tolerance of `rounding_spread`.
-    """
+    """A model, the name of its data, and the largest relative difference between its layouts."""
 
     flags: dict[str, Any]
     data: str = "tokens"
     tolerance: float = 5e-6
     iterations: int = 2
-
-    @property
-    def codes_moments(self) -> bool:
-        return self.flags.get("exp_avg_dtype") == "int8"
 
 
 BASE = {"global_batch_size": 8, **DROPOUT}
@@ -620,23 +613,6 @@ def one_rank(datasets):
 
 
 @pytest.fixture(scope="module")
-def tolerances(one_rank, datasets):
-    """Return the relative tolerance of each figure for a model's name."""
-
-    @functools.cache
-    def of_figures(name: str) -> list[float]:
-        model = MODELS[name]
-        expected = one_rank(name)
-        if not model.codes_moments:
-            return [model.tolerance] * len(expected.figures)
-        data = datasets[model.data]
-        spread = rounding_spread(small_run(**model.flags), expected, data, model.iterations)
-        return [max(model.tolerance, each) for each in spread]
-
-    return of_figures
-
-
-@pytest.fixture(scope="module")
 def datasets(tmp_path_factory) -> dict[str, Data]:
     folder = tmp_path_factory.mktemp("chats")
     return {
@@ -664,7 +640,7 @@ def marks(model: str, layout: str, rare: bool) -> list[pytest.MarkDecorator]:
         for layout in layouts
     ],
 )
-def test_a_layout_trains_as_one_rank(name, layout, one_rank, tolerances, datasets, monkeypatch):
+def test_a_layout_trains_as_one_rank(name, layout, one_rank, datasets, monkeypatch):
     """The evaluation depends on every gradient of all iterations."""
     monkeypatch.setattr(ThreadComm, "inside_node", "in a node: " in layout)
     model = MODELS[name]
@@ -673,12 +649,16 @@ def test_a_layout_trains_as_one_rank(name, layout, one_rank, tolerances, dataset
         options = {**packed(options["seq_length"]), **options}
     flags = {**model.flags, **options}
     expected = one_rank(name)
-    found = train_together(ranks, flags, datasets[model.data], model.iterations)
-    bounds = [
-        pytest.approx(figure, rel=tolerance, abs=1e-8)
-        for figure, tolerance in zip(expected.figures, tolerances(name), strict=True)
-    ]
-    assert found.figures == bounds
+    data = datasets[model.data]
+    found = train_together(ranks, flags, data, model.iterations)
+    assert_as_on_one_rank(
+        found,
+        expected,
+        run=small_run(**model.flags),
+        data=data,
+        iterations=model.iterations,
+        tolerance=model.tolerance,
+    )
     assert len(set(found.losses)) == len(found.losses)
     embedding = found.weights.get("embedding.word_embeddings.weight")
     head = found.weights.get("output_layer.weight")
