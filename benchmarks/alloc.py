@@ -8,7 +8,7 @@
 Every figure is read from the log of `mpiexec ... pretrain_gpt.py` with data-parallel ranks. With --kernels torch a step allocates
 and frees its tensors as PyTorch programs do, as in the published tables with and without tcmalloc. --from-logs prints the published
 table of logs of one run with several allocators, the first the baseline. Left out: starting jobs (jobs.py), reading a log
-(fugaku_megatron/observe/run_log.py).
+(fugaku_megatron/observe/log/run_log.py).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 
 from fugaku_megatron.config.fields import check
 from fugaku_megatron.costs.parameters import model_parameters
-from fugaku_megatron.observe.log_command import energy_note, row_of, size_name
-from fugaku_megatron.observe.run_log import LogSummary, read_log
+from fugaku_megatron.observe.log.log_command import energy_note, row_of, size_name
+from fugaku_megatron.observe.log.run_log import LogSummary, read_log
 
 from . import core, jobs, pictures, preloads, shapes
 

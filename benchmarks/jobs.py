@@ -19,9 +19,9 @@ import torch
 
 from fugaku_megatron.config.fields import check, flag_words
 from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.observe.iteration_metrics import PublishedRow, parse_log, published_header
-from fugaku_megatron.observe.metrics_writer import parse_peak_memory
-from fugaku_megatron.observe.run_log import exact_seconds
+from fugaku_megatron.observe.export.metrics_writer import parse_peak_memory
+from fugaku_megatron.observe.log.iteration_metrics import PublishedRow, parse_log, published_header
+from fugaku_megatron.observe.log.run_log import exact_seconds
 from fugaku_megatron.text.table import pipe_table
 
 from . import core, disturbance, preloads, shapes

@@ -25,7 +25,7 @@ from fugaku_megatron.comm.base import Comm, Handle
 from fugaku_megatron.comm.job import run_or_abort
 from fugaku_megatron.config.fields import check
 from fugaku_megatron.host.timing import slowest_seconds
-from fugaku_megatron.observe import schedule_plot
+from fugaku_megatron.observe.log import schedule_plot
 from fugaku_megatron.pipeline.executor import execute
 from fugaku_megatron.pipeline.instructions import Instruction
 from fugaku_megatron.pipeline.messages import receives, send_queue

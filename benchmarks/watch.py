@@ -22,10 +22,10 @@ import torch
 from fugaku_megatron.comm.grid import Grid
 from fugaku_megatron.host.observed import Phases
 from fugaku_megatron.host.timing import seconds
-from fugaku_megatron.observe.heartbeat import Heartbeat
+from fugaku_megatron.observe.hang.heartbeat import Heartbeat
+from fugaku_megatron.observe.hang.stragglers import RankTimes
+from fugaku_megatron.observe.hang.watchdog import HangSettings, Watchdog
 from fugaku_megatron.observe.observers import Heartbeats, Observers
-from fugaku_megatron.observe.stragglers import RankTimes
-from fugaku_megatron.observe.watchdog import HangSettings, Watchdog
 from fugaku_megatron.training.trainer import Trainer
 
 from . import core, disturbance, shapes

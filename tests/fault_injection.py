@@ -20,7 +20,7 @@ import torch
 from fugaku_megatron.cli import program
 from fugaku_megatron.host import kernels
 from fugaku_megatron.host.observed import Observed
-from fugaku_megatron.observe.abft import KERNELS
+from fugaku_megatron.observe.numbers.abft import KERNELS
 from fugaku_megatron.training.trainer import Trainer
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}  # by bytes of an element
@@ -88,7 +88,7 @@ def matmul_result(kernel: str, args: Sequence[Any]) -> torch.Tensor:
 def flipped_kernels(kernel: str, call: int, bit: int = 29, repeated: bool = False) -> Any:
     """Return the kernels' library with one bit of a matmul's result flipped.
 
-    kernel: one of `observe.abft.KERNELS`, such as linear_forward
+    kernel: one of `observe.numbers.abft.KERNELS`, such as linear_forward
     call: number of the wrong call, from 0; with `repeated` the next call is wrong, too
     bit: of the result's element [1, 2]
     """

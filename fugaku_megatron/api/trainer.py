@@ -30,9 +30,9 @@ from ..data.chat.chat_dataset import lost_lines
 from ..data.dataset import DataOrder, Dataset
 from ..data.token_arrays import Documents, TokenArrays
 from ..host import runtime
-from ..observe.heartbeat import Heartbeat
-from ..observe.memory import check_memory
-from ..observe.rerun import Rerun
+from ..observe.hang.heartbeat import Heartbeat
+from ..observe.numbers.rerun import Rerun
+from ..observe.resources.memory_watch import check_memory
 from ..run.checkpoint_source import Resume, with_padding
 from ..run.checks import check_run
 from ..run.data import Data, open_data

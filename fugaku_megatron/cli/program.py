@@ -73,7 +73,7 @@ COMMANDS = {
         "inference.evaluate", "after training: perplexity of a text or chats with a checkpoint"
     ),
     "log": ModuleCommand(
-        "observe.log_command", "during and after a run: its log as a table, CSV and picture"
+        "observe.log.log_command", "during and after a run: its log as a table, CSV and picture"
     ),
     "plan": ModuleCommand(
         "planner.plan",

@@ -1,7 +1,7 @@
 """Energy that this node uses, from the system's counters.
 
 Sources, of which the first readable counts: RAPL (/sys/class/powercap), AMD's driver (/sys/class/hwmon), Fugaku's Power API
-(libpwr). Sums over nodes: observe/energy.py. GPUs are not measured.
+(libpwr). Sums over nodes: observe/resources/energy.py. GPUs are not measured.
 """
 
 from __future__ import annotations

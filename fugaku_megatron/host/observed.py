@@ -1,7 +1,7 @@
 """Observed calls: phases of a rank's iteration, and events for --profile.
 
 --profile writes a table and a trace for Perfetto (ui.perfetto.dev) or chrome://tracing. The caller times every call,
-without sampling; time outside all calls is Python's. `observe.trace` merges traces.
+without sampling; time outside all calls is Python's. `observe.profile.trace` merges traces.
 """
 
 from __future__ import annotations

@@ -27,12 +27,12 @@ from ..host.observed import (
 )
 from ..pipeline.executor import Executor
 from ..pipeline.instructions import RECEIVES, SENDS, Instruction
-from .abft import Checksums
-from .hang_verdict import LISTENERS, Address, Link, open_socket, own_address, parent
-from .heartbeat import Heartbeat
-from .profile import Profile
-from .telemetry import Telemetry
-from .watchdog import Watchdog
+from .export.telemetry import Telemetry
+from .hang.hang_verdict import LISTENERS, Address, Link, open_socket, own_address, parent
+from .hang.heartbeat import Heartbeat
+from .hang.watchdog import Watchdog
+from .numbers.abft import Checksums
+from .profile.profile import Profile
 
 NAMES = {
     "world": "all",

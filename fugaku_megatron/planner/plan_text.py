@@ -15,7 +15,7 @@ from ..config.recipes import RECIPES
 from ..config.run_config import GROUPS, RunConfig
 from ..costs.activations import typical_cp_comm_type
 from ..costs.run_schedule import recompute_name
-from ..observe import schedule_plot
+from ..observe.log import schedule_plot
 from ..pipeline.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from ..pipeline.schedule import Schedule
 from ..pipeline.schedule_names import row

@@ -23,7 +23,7 @@ from ..config.parallel import ParallelConfig
 from ..config.precision import PrecisionConfig
 from ..config.run_config import RunConfig
 from ..config.training import BatchConfig, TrainingConfig
-from ..observe.iteration_metrics import HEADERS
+from ..observe.log.iteration_metrics import HEADERS
 from ..planner.model import Prediction, predict
 from ..planner.system import System
 from ..text.named_files import JsonObject

@@ -24,7 +24,7 @@ from typing import Any
 
 from ..cli.output_files import check_file, check_picture, picture, writing
 from ..costs.flops import hardware_flops, parameter_flops
-from ..observe.iteration_metrics import or_dash
+from ..observe.log.iteration_metrics import or_dash
 from ..planner.model import Prediction
 from ..text.table import pipe_table, write_csv
 from .rows import DOCUMENTS, Erratum, Row, load, predict_row

@@ -15,7 +15,7 @@ from ..costs.run_schedule import recompute_name
 from ..costs.vocabulary import vocabulary_text
 from ..data.chat.chat_dataset import lost_lines, packing_lines
 from ..host.machine import fma_peak_gflops
-from ..observe.run_log import format_run
+from ..observe.log.run_log import format_run
 from .data import Data
 from .plan import Plan
 

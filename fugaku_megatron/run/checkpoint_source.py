@@ -26,7 +26,7 @@ from ..config.model import COUNTED, MASKED, UNRESOLVED, ModelConfig
 from ..config.run_config import RunConfig
 from ..costs.vocabulary import padded_vocab_size
 from ..data.dataset import DataOrder
-from ..observe.history import HISTORY
+from ..observe.export.history import HISTORY
 from ..text.foreign_models import hub_note, is_hugging_face, no_checkpoint
 from ..text.named_files import JsonObject
 from ..training.trainer import ForeignModel, Progress, layout_record

@@ -18,8 +18,8 @@ from ..data.chat.chat_files import check_mask_file
 from ..data.data_flags import listed_data, parse_data_path
 from ..data.indexed import check_files
 from ..host import kernels
-from ..observe.history import HISTORY, read_run_history
-from ..observe.profile import profiled_ranks
+from ..observe.export.history import HISTORY, read_run_history
+from ..observe.profile.profile import profiled_ranks
 from .checkpoint_source import Resume
 from .plan import Plan
 

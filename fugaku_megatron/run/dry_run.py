@@ -27,7 +27,7 @@ from ..host.placement_problems import problems
 from ..host.topology import Node
 from ..nn.model import Stage
 from ..nn.ops import Ops
-from ..observe.memory import PROCESS_BYTES
+from ..observe.resources.memory_watch import PROCESS_BYTES
 from ..pipeline.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from ..pipeline.schedule import Schedule
 from ..pipeline.schedule_names import row

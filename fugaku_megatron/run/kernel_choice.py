@@ -10,7 +10,7 @@ from ..comm.base import Comm
 from ..config.run_config import RunConfig
 from ..host import kernels
 from ..nn.ops import FAMILIES, Int8, Ops
-from ..observe.abft import ALL
+from ..observe.numbers.abft import ALL
 from .kernel_timing import kernel_table, measure_kernels
 from .plan import Plan
 

@@ -16,7 +16,7 @@ from ..config.run_config import RunConfig
 from ..costs import memory
 from ..costs.attention import attention_workspace_bytes
 from ..host.allocator import node_bytes
-from ..observe.memory import PROCESS_BYTES
+from ..observe.resources.memory_watch import PROCESS_BYTES
 
 T = TypeVar("T")
 

@@ -15,17 +15,18 @@ from ..checkpoint.save import BackgroundSave
 from ..config.run_config import RunConfig
 from ..costs.flops import hardware_flops
 from ..host import allocator, machine, runtime
-from ..observe import loss_plot, spans
-from ..observe.abft import Checksums
-from ..observe.expert_load import ExpertWatch
-from ..observe.history import HISTORY
-from ..observe.iteration_metrics import IterationMetrics
-from ..observe.metrics_writer import MetricsWriter
-from ..observe.nonfinite import find_nonfinite
+from ..observe.export.history import HISTORY
+from ..observe.export.metrics_writer import MetricsWriter
+from ..observe.export.telemetry import Telemetry
+from ..observe.hang.watchdog import Watchdog
+from ..observe.log import loss_plot
+from ..observe.log.expert_load import ExpertWatch
+from ..observe.log.iteration_metrics import IterationMetrics
+from ..observe.numbers.abft import Checksums
+from ..observe.numbers.nonfinite import find_nonfinite
 from ..observe.observer import Observer
-from ..observe.profile import Profile
-from ..observe.telemetry import Telemetry
-from ..observe.watchdog import Watchdog
+from ..observe.profile import spans
+from ..observe.profile.profile import Profile
 from ..start.exit_codes import ExitCode
 from ..start.signals import StopSignals
 from ..training.trainer import IterationResult, Trainer, uncounted_line

@@ -24,21 +24,21 @@ from ..host import allocator, kernels, runtime
 from ..host.allocator import peak_memory_mib
 from ..host.energy import Counters
 from ..host.observed import Phases
-from ..observe import spans
-from ..observe.abft import Checksums
-from ..observe.energy import EnergyWatch
-from ..observe.heartbeat import Heartbeat
-from ..observe.history import HISTORY
-from ..observe.memory import MemoryWatch, check_memory, rank_bytes
-from ..observe.metrics_writer import LogOutputs, MetricsWriter, format_peak_memory
+from ..observe.export.history import HISTORY
+from ..observe.export.metrics_writer import LogOutputs, MetricsWriter, format_peak_memory
+from ..observe.export.telemetry import Otlp, Telemetry
+from ..observe.export.wandb_run import WandbRun
+from ..observe.hang.heartbeat import Heartbeat
+from ..observe.hang.stragglers import RankTimes
+from ..observe.hang.watchdog import Watchdog
+from ..observe.log.screen import append
+from ..observe.numbers.abft import Checksums
+from ..observe.numbers.rerun import Rerun
 from ..observe.observers import Heartbeats, Observers, place
-from ..observe.profile import Profile
-from ..observe.rerun import Rerun
-from ..observe.screen import append
-from ..observe.stragglers import RankTimes
-from ..observe.telemetry import Otlp, Telemetry
-from ..observe.wandb_run import WandbRun
-from ..observe.watchdog import Watchdog
+from ..observe.profile import spans
+from ..observe.profile.profile import Profile
+from ..observe.resources.energy import EnergyWatch
+from ..observe.resources.memory_watch import MemoryWatch, check_memory, rank_bytes
 from ..start.signals import STOPS, kept_stop
 from ..training.replicas import comparison_line
 from ..training.trainer import Trainer

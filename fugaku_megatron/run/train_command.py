@@ -22,7 +22,7 @@ from ..config.fields import FieldValues, check
 from ..config.hybrid import with_layers
 from ..config.model import ARCHITECTURE, with_block
 from ..config.run_config import RunConfig
-from ..observe.watchdog import HangSettings, Watchdog
+from ..observe.hang.watchdog import HangSettings, Watchdog
 from ..start import environment, exit_codes
 
 if TYPE_CHECKING:

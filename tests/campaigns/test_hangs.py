@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fugaku_megatron.observe.heartbeat import Beat, Node, prefix
+from fugaku_megatron.observe.hang.heartbeat import Beat, Node, prefix
 from fugaku_megatron.start.exit_codes import ExitCode
 from tests.system.mpi import launch
 from tests.system.mpi.launch import words

@@ -14,8 +14,8 @@ from fugaku_megatron.api import trainer as process
 from fugaku_megatron.cli.arguments import build_parser, interpret
 from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.config.fields import flag_words
-from fugaku_megatron.observe.telemetry import Telemetry
-from fugaku_megatron.observe.watchdog import Watchdog
+from fugaku_megatron.observe.export.telemetry import Telemetry
+from fugaku_megatron.observe.hang.watchdog import Watchdog
 from fugaku_megatron.run import checks
 from fugaku_megatron.run import start as start_module
 from fugaku_megatron.run.loop import Session

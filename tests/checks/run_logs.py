@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict
 
-from fugaku_megatron.observe.iteration_metrics import parse_log
+from fugaku_megatron.observe.log.iteration_metrics import parse_log
 
 
 def history(text):

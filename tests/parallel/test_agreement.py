@@ -7,9 +7,9 @@ import pytest
 from fugaku_megatron.comm import agreement, job
 from fugaku_megatron.comm.agreement import agree, describe, find_nodes, on_root, scatter_object
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.observe.heartbeat import Heartbeat
+from fugaku_megatron.observe.hang.heartbeat import Heartbeat
+from fugaku_megatron.observe.hang.watchdog import HangSettings, Watchdog
 from fugaku_megatron.observe.observers import place
-from fugaku_megatron.observe.watchdog import HangSettings, Watchdog
 from fugaku_megatron.run.checks import check_same_run
 from fugaku_megatron.start.exit_codes import ExitCode
 from tests.helpers import one_error, small_run, train

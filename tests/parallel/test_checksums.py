@@ -11,7 +11,7 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.host import kernels
 from fugaku_megatron.host.observed import Observed
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.observe.abft import ALL, REPEATED, Checksums, compare
+from fugaku_megatron.observe.numbers.abft import ALL, REPEATED, Checksums, compare
 from fugaku_megatron.run.kernel_choice import checked_matmuls
 from fugaku_megatron.run.loop import Session
 from fugaku_megatron.start.exit_codes import ExitCode

@@ -24,10 +24,10 @@ from fugaku_megatron.nn.experts import Order, Route, in_turn, kept
 from fugaku_megatron.nn.forward_context import Pass
 from fugaku_megatron.nn.gradients import parts
 from fugaku_megatron.nn.ops import Ops, recompute
-from fugaku_megatron.observe import expert_load
-from fugaku_megatron.observe.history import read_history
-from fugaku_megatron.observe.iteration_metrics import parse_line
-from fugaku_megatron.observe.metrics_writer import LogOutputs, MetricsWriter
+from fugaku_megatron.observe.export.history import read_history
+from fugaku_megatron.observe.export.metrics_writer import LogOutputs, MetricsWriter
+from fugaku_megatron.observe.log import expert_load
+from fugaku_megatron.observe.log.iteration_metrics import parse_line
 from fugaku_megatron.planner import software, work
 from fugaku_megatron.run.loop import Session
 from fugaku_megatron.training import expert_counts

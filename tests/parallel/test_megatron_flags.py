@@ -19,9 +19,9 @@ from fugaku_megatron.config.batches import run_length
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.megatron_flags import OTHER_FLAGS, OtherFlag
 from fugaku_megatron.config.recipes import RECIPES
-from fugaku_megatron.observe import metrics_writer, wandb_run
-from fugaku_megatron.observe.metrics_writer import LogOutputs, MetricsWriter
-from fugaku_megatron.observe.wandb_run import WandbRun
+from fugaku_megatron.observe.export import metrics_writer, wandb_run
+from fugaku_megatron.observe.export.metrics_writer import LogOutputs, MetricsWriter
+from fugaku_megatron.observe.export.wandb_run import WandbRun
 from fugaku_megatron.run import data as data_module
 from fugaku_megatron.run import start as start_module
 from fugaku_megatron.run.loop import Session

@@ -18,8 +18,13 @@ from fugaku_megatron.costs.attention import attention_workspace_bytes
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.host import cgroup
 from fugaku_megatron.host.allocator import free_bytes, node_bytes, usage
-from fugaku_megatron.observe import memory as memory_module
-from fugaku_megatron.observe.memory import FIRST_ITERATIONS, SPAN, MemoryWatch, steady_growth
+from fugaku_megatron.observe.resources import memory_watch as memory_module
+from fugaku_megatron.observe.resources.memory_watch import (
+    FIRST_ITERATIONS,
+    SPAN,
+    MemoryWatch,
+    steady_growth,
+)
 from fugaku_megatron.run import announce
 from fugaku_megatron.run.dry_run import plan_stage
 from fugaku_megatron.run.plan import Plan

@@ -18,8 +18,8 @@ from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.costs.layers import layer_records
 from fugaku_megatron.data.sampler import fetch
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.observe.iteration_metrics import parse_line
-from fugaku_megatron.observe.metrics_writer import MetricsWriter
+from fugaku_megatron.observe.export.metrics_writer import MetricsWriter
+from fugaku_megatron.observe.log.iteration_metrics import parse_line
 from fugaku_megatron.run.dry_run import report
 from fugaku_megatron.run.loop import Session
 from tests.checks.plain_model import plain_losses

@@ -18,10 +18,10 @@ from fugaku_megatron.host import kernels
 from fugaku_megatron.host.observed import Observed
 from fugaku_megatron.nn.layers import dropout_stream
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.observe.history import read_history
-from fugaku_megatron.observe.metrics_writer import LogOutputs, MetricsWriter
-from fugaku_megatron.observe.nonfinite import find_nonfinite
-from fugaku_megatron.observe.rerun import ENOUGH, WINDOW, Rerun, Spikes, bit_sum
+from fugaku_megatron.observe.export.history import read_history
+from fugaku_megatron.observe.export.metrics_writer import LogOutputs, MetricsWriter
+from fugaku_megatron.observe.numbers.nonfinite import find_nonfinite
+from fugaku_megatron.observe.numbers.rerun import ENOUGH, WINDOW, Rerun, Spikes, bit_sum
 from fugaku_megatron.run.loop import Session
 from fugaku_megatron.training.trainer import Trainer
 from tests.helpers import DROPOUT, OVERLAP, lay_out, make_trainer, small_run, train

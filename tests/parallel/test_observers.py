@@ -13,11 +13,11 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.host import kernels, observed
 from fugaku_megatron.host.observed import PHASES, Event, Phases, Profiler
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.observe import profile
-from fugaku_megatron.observe.heartbeat import Heartbeat
+from fugaku_megatron.observe.hang.heartbeat import Heartbeat
 from fugaku_megatron.observe.observers import Heartbeats, Observers, listed
-from fugaku_megatron.observe.profile import Profile, profiled_ranks
-from fugaku_megatron.observe.trace import read_trace as read
+from fugaku_megatron.observe.profile import profile
+from fugaku_megatron.observe.profile.profile import Profile, profiled_ranks
+from fugaku_megatron.observe.profile.trace import read_trace as read
 from tests.helpers import (
     CP2,
     P2P,

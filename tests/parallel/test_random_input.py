@@ -29,7 +29,7 @@ from fugaku_megatron.data.indexed import IndexedDatasetWriter
 from fugaku_megatron.data.input.documents import document_texts, read_documents
 from fugaku_megatron.data.input.input_files import input_files
 from fugaku_megatron.jobs import check, render
-from fugaku_megatron.observe import log_command, run_log
+from fugaku_megatron.observe.log import log_command, run_log
 from fugaku_megatron.planner import machine, model, software
 from fugaku_megatron.planner.system import System
 from fugaku_megatron.run.dry_run import report

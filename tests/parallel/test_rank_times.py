@@ -8,8 +8,8 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs.flops import layer_flops
 from fugaku_megatron.data.marks import TokenCounts
 from fugaku_megatron.host.observed import PHASES
-from fugaku_megatron.observe.rank_table import read
-from fugaku_megatron.observe.stragglers import ATTENTION_COST, RankTimes
+from fugaku_megatron.observe.hang.stragglers import ATTENTION_COST, RankTimes
+from fugaku_megatron.observe.log.rank_table import read
 from tests.helpers import small_run
 from tests.threads import ThreadWorld
 

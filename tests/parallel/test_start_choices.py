@@ -15,7 +15,7 @@ from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.costs import run_schedule
 from fugaku_megatron.costs.attention import attention_workspace_bytes
 from fugaku_megatron.costs.memory import stage_memory
-from fugaku_megatron.observe import memory as memory_module
+from fugaku_megatron.observe.resources import memory_watch as memory_module
 from fugaku_megatron.pipeline.schedule_names import AUTO
 from fugaku_megatron.planner import memory, search
 from fugaku_megatron.planner.system import System

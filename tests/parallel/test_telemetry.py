@@ -18,11 +18,11 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from fugaku_megatron.cli.arguments import parse
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.span_groups import span_groups
-from fugaku_megatron.observe import telemetry as telemetry_module
-from fugaku_megatron.observe.iteration_metrics import IterationMetrics
-from fugaku_megatron.observe.metrics_writer import LogOutputs, MetricsWriter
-from fugaku_megatron.observe.telemetry import Otlp, Telemetry
-from fugaku_megatron.observe.watchdog import Watchdog
+from fugaku_megatron.observe.export import telemetry as telemetry_module
+from fugaku_megatron.observe.export.metrics_writer import LogOutputs, MetricsWriter
+from fugaku_megatron.observe.export.telemetry import Otlp, Telemetry
+from fugaku_megatron.observe.hang.watchdog import Watchdog
+from fugaku_megatron.observe.log.iteration_metrics import IterationMetrics
 from fugaku_megatron.run import start as start_module
 from fugaku_megatron.run.loop import Session
 from tests.threads import ThreadWorld

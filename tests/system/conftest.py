@@ -19,9 +19,9 @@ def alone(capsys, monkeypatch):
     from fugaku_megatron.comm.base import SoloComm
     from fugaku_megatron.comm.job import run_or_abort
     from fugaku_megatron.host import runtime
-    from fugaku_megatron.observe import loss_plot
-    from fugaku_megatron.observe.heartbeat import Heartbeat
-    from fugaku_megatron.observe.watchdog import HangSettings, Watchdog
+    from fugaku_megatron.observe.hang.heartbeat import Heartbeat
+    from fugaku_megatron.observe.hang.watchdog import HangSettings, Watchdog
+    from fugaku_megatron.observe.log import loss_plot
     from fugaku_megatron.run.start import pretrain
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

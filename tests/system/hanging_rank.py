@@ -14,9 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-from fugaku_megatron.observe.hang_verdict import Link
-from fugaku_megatron.observe.heartbeat import Heartbeat, Node
-from fugaku_megatron.observe.watchdog import HangSettings, Watchdog
+from fugaku_megatron.observe.hang.hang_verdict import Link
+from fugaku_megatron.observe.hang.heartbeat import Heartbeat, Node
+from fugaku_megatron.observe.hang.watchdog import HangSettings, Watchdog
 
 
 def wait(watchdog):

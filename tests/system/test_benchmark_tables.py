@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import pictures, preloads, tables
 from benchmarks.__main__ import make_parser
-from fugaku_megatron.observe.iteration_metrics import published_header
+from fugaku_megatron.observe.log.iteration_metrics import published_header
 from fugaku_megatron.planner import machine
 from tests.checks.benchmarks import needs_mpi, options, result
 

@@ -10,8 +10,8 @@ from itertools import repeat
 
 import pytest
 
-from fugaku_megatron.observe import heartbeat
-from fugaku_megatron.observe.heartbeat import (
+from fugaku_megatron.observe.hang import heartbeat
+from fugaku_megatron.observe.hang.heartbeat import (
     Heartbeat,
     Node,
     decode,

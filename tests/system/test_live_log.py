@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from fugaku_megatron.observe.iteration_metrics import IterationMetrics, parse_log
-from fugaku_megatron.observe.metrics_writer import LogOutputs, MetricsWriter
-from fugaku_megatron.observe.screen import WIDTH, LiveLine, Screen
+from fugaku_megatron.observe.export.metrics_writer import LogOutputs, MetricsWriter
+from fugaku_megatron.observe.log.iteration_metrics import IterationMetrics, parse_log
+from fugaku_megatron.observe.log.screen import WIDTH, LiveLine, Screen
 from fugaku_megatron.text.numbers import duration_text
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import sys
-from fugaku_megatron.observe.screen import on_terminal
+from fugaku_megatron.observe.log.screen import on_terminal
 print("rank", "terminal" if on_terminal(sys.stdout) else "other", flush=True)
 """
 

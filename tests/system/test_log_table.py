@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fugaku_megatron.observe.iteration_metrics import PublishedRow, parse_log, published_header
+from fugaku_megatron.observe.log.iteration_metrics import PublishedRow, parse_log, published_header
 from fugaku_megatron.reproduction.rows import load
 from tests.checks.run_logs import history
 from tests.helpers import A100, OUR_LOG

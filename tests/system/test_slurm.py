@@ -19,7 +19,7 @@ import pytest
 
 from fugaku_megatron.cli import program
 from fugaku_megatron.jobs import render
-from fugaku_megatron.observe.iteration_metrics import parse_log
+from fugaku_megatron.observe.log.iteration_metrics import parse_log
 from tests.helpers import check_scripts
 from tests.system.mpi import launch
 from tests.system.mpi.kills import holding, kill_held

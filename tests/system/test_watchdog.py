@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from fugaku_megatron.observe import heartbeat
-from fugaku_megatron.observe.hang_verdict import (
+from fugaku_megatron.observe.hang import heartbeat
+from fugaku_megatron.observe.hang.hang_verdict import (
     FAN,
     NAMED,
     SILENT,
@@ -34,8 +34,8 @@ from fugaku_megatron.observe.hang_verdict import (
     own_address,
     parent,
 )
-from fugaku_megatron.observe.heartbeat import Heartbeat
-from fugaku_megatron.observe.watchdog import OUTSIDE, HangSettings, Watchdog
+from fugaku_megatron.observe.hang.heartbeat import Heartbeat
+from fugaku_megatron.observe.hang.watchdog import OUTSIDE, HangSettings, Watchdog
 from fugaku_megatron.start.exit_codes import ExitCode
 
 PROGRAM = Path(__file__).with_name("hanging_rank.py")

@@ -11,10 +11,10 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.host import machine
 from fugaku_megatron.host.energy import Counter, Counters, header_constants
 from fugaku_megatron.host.placement import Placement
-from fugaku_megatron.observe import log_command, loss_plot
-from fugaku_megatron.observe.energy import EnergyWatch
-from fugaku_megatron.observe.iteration_metrics import IterationMetrics, parse_line
-from fugaku_megatron.observe.run_log import LogReader
+from fugaku_megatron.observe.log import log_command, loss_plot
+from fugaku_megatron.observe.log.iteration_metrics import IterationMetrics, parse_line
+from fugaku_megatron.observe.log.run_log import LogReader
+from fugaku_megatron.observe.resources.energy import EnergyWatch
 from tests.threads import ThreadWorld
 
 ABSENT = "libpwr_absent.so"

@@ -21,8 +21,8 @@ from fugaku_megatron.checkpoint.manifest import read_head
 from fugaku_megatron.checkpoint.schema import BlockChecksums
 from fugaku_megatron.checkpoint.tensor_files import BlockFile, read_header, write_tensors
 from fugaku_megatron.data.indexed import IndexedDataset
-from fugaku_megatron.observe.history import read_history
-from fugaku_megatron.observe.rank_table import read
+from fugaku_megatron.observe.export.history import read_history
+from fugaku_megatron.observe.log.rank_table import read
 from fugaku_megatron.planner.machine import load
 from fugaku_megatron.tokenizers.tokenizer import TokenizerFlags
 from tests.file_damage import damages

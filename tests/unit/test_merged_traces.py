@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from fugaku_megatron.observe import schedule_plot
-from fugaku_megatron.observe import trace as trace_module
+from fugaku_megatron.observe.log import schedule_plot
+from fugaku_megatron.observe.profile import trace as trace_module
 from fugaku_megatron.pipeline.instructions import SENDS
 from fugaku_megatron.pipeline.placement import Placement
 from fugaku_megatron.pipeline.schedule import build

@@ -10,14 +10,14 @@ import sys
 
 import pytest
 
-from fugaku_megatron.observe import history, metrics_writer
-from fugaku_megatron.observe.iteration_metrics import (
+from fugaku_megatron.observe.export import history, metrics_writer
+from fugaku_megatron.observe.export.metrics_writer import LogOutputs, MetricsWriter
+from fugaku_megatron.observe.log.iteration_metrics import (
     METRICS,
     IterationMetrics,
     parse_line,
     parse_log,
 )
-from fugaku_megatron.observe.metrics_writer import LogOutputs, MetricsWriter
 from fugaku_megatron.run.plan import Plan
 from tests.helpers import A100, small_run
 

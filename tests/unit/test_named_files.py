@@ -17,7 +17,8 @@ from fugaku_megatron.data.data_flags import listed_data
 from fugaku_megatron.inference.generation import prompts_of
 from fugaku_megatron.jobs import script
 from fugaku_megatron.jobs.supervise import read_hosts
-from fugaku_megatron.observe import rank_table, trace
+from fugaku_megatron.observe.log import rank_table
+from fugaku_megatron.observe.profile import trace
 from fugaku_megatron.planner import machine
 from fugaku_megatron.report import record
 from fugaku_megatron.text.named_files import FIRST_BYTES, read_text

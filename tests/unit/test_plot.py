@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks import pictures
 from fugaku_megatron.cli.arguments import make_run
-from fugaku_megatron.observe import log_command, loss_plot, schedule_plot
-from fugaku_megatron.observe.run_log import read_log
+from fugaku_megatron.observe.log import log_command, loss_plot, schedule_plot
+from fugaku_megatron.observe.log.run_log import read_log
 from fugaku_megatron.pipeline.instructions import BACKWARD_INPUT, FORWARD
 from fugaku_megatron.pipeline.schedule import build
 from fugaku_megatron.pipeline.timeline import Costs, spans

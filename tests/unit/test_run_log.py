@@ -8,9 +8,16 @@ import pytest
 
 from fugaku_megatron.cli.arguments import parse
 from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.observe import run_log
-from fugaku_megatron.observe.iteration_metrics import parse_line
-from fugaku_megatron.observe.run_log import Job, LogFile, LogReader, format_run, parse_run, read_log
+from fugaku_megatron.observe.log import run_log
+from fugaku_megatron.observe.log.iteration_metrics import parse_line
+from fugaku_megatron.observe.log.run_log import (
+    Job,
+    LogFile,
+    LogReader,
+    format_run,
+    parse_run,
+    read_log,
+)
 from tests.checks.run_logs import (
     history,
 )

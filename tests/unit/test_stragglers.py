@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fugaku_megatron.cli import program
-from fugaku_megatron.observe.rank_table import Interval, find, mean, parse_interval, read, text
+from fugaku_megatron.observe.log.rank_table import Interval, find, mean, parse_interval, read, text
 
 
 def interval(computation, data=None, tp=1, pp=1, iteration_seconds=2.0):

@@ -14,8 +14,8 @@ from fugaku_megatron.checkpoint import manifest
 from fugaku_megatron.cli import program
 from fugaku_megatron.cli.output_files import check_file
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
-from fugaku_megatron.observe.history import open_history
-from fugaku_megatron.observe.screen import append
+from fugaku_megatron.observe.export.history import open_history
+from fugaku_megatron.observe.log.screen import append
 from fugaku_megatron.report.record import write_atomically
 from fugaku_megatron.text import written_files
 from fugaku_megatron.text.table import write_csv

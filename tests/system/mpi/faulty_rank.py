@@ -13,7 +13,7 @@ from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.comm.job import run_or_abort
 from fugaku_megatron.host import observed
 from fugaku_megatron.host.observed import Observed, Phases, observe_groups
-from fugaku_megatron.observe.stragglers import RankTimes
+from fugaku_megatron.observe.hang.stragglers import RankTimes
 from fugaku_megatron.run.loop import Session
 from fugaku_megatron.training import trainer as trainer_module
 from tests.checks.session import Writer

@@ -7,7 +7,7 @@ import platform
 import pytest
 
 from fugaku_megatron.cli import program
-from fugaku_megatron.observe.rank_table import mean, read
+from fugaku_megatron.observe.log.rank_table import mean, read
 from fugaku_megatron.start.exit_codes import ExitCode
 from tests.system.mpi import launch
 

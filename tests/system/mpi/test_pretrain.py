@@ -21,7 +21,7 @@ from fugaku_megatron.cli.arguments import parse
 from fugaku_megatron.costs.flops import hardware_flops
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.host import kernels
-from fugaku_megatron.observe.iteration_metrics import parse_log
+from fugaku_megatron.observe.log.iteration_metrics import parse_log
 from fugaku_megatron.run.checks import check_early
 from tests.system.mpi.launch import words
 from tests.system.mpi.pretraining import (

@@ -133,7 +133,7 @@ def trace_changes(file):
     sys.addaudithook(hook)
 
 
-if {"fugaku_megatron.observe.loss_plot", "loss"} <= {*sys.orig_argv}:
+if {"fugaku_megatron.observe.log.loss_plot", "loss"} <= {*sys.orig_argv}:
     os._exit(0)
 sys.meta_path.insert(0, WithoutMeta())
 rank, _, fault = os.environ.get("FAULT_GRADIENT", "").partition(",")

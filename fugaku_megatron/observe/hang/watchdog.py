@@ -19,8 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..start import environment, exit_codes
-from ..text.written_files import make_folder, write_text
+from ...start import environment, exit_codes
+from ...text.written_files import make_folder, write_text
+from ..log.screen import append
 from . import hang_verdict
 from .hang_verdict import FAN, STOPPED, Census, Link, Message, Standing, Verdict
 from .heartbeat import (
@@ -35,7 +36,6 @@ from .heartbeat import (
     write_of,
     write_own,
 )
-from .screen import append
 
 SHORTEST = 60.0  # s, smallest default limit
 ITERATIONS = 10.0  # default limit in units of the slowest iteration

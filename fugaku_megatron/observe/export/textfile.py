@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..text.written_files import write_text
+from ...text.written_files import write_text
+from ..log.iteration_metrics import IterationMetrics
 from .figures import COUNTER, FIGURES, HISTOGRAM, NAMESPACE, Figure
-from .iteration_metrics import IterationMetrics
 
 # Kind of a figure -> type in the file, if another. A histogram's sum and count are a summary without quantiles.
 TYPES = {HISTOGRAM: "summary"}

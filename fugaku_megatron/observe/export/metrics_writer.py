@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..text.named_files import StrPath
+from ...text.named_files import StrPath
+from ..log.iteration_metrics import METRICS, IterationMetrics
+from ..log.screen import Screen, open_screen
 from .history import open_history
-from .iteration_metrics import METRICS, IterationMetrics
-from .screen import Screen, open_screen
 from .telemetry import Telemetry
 from .textfile import Textfile
 from .wandb_run import WandbRun

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .iteration_metrics import IterationMetrics
+from ..log.iteration_metrics import IterationMetrics
 
 NAMESPACE = "megatron.training"
 GAUGE = "gauge"

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..cli.output_files import shown
-from ..config.layout import Layout
-from ..config.run_config import RunConfig
-from ..costs.parameters import model_parameters
-from ..text.named_files import JsonObject, StrPath
-from ..text.written_files import named_file
-from .history import read_history
+from ...cli.output_files import shown
+from ...config.layout import Layout
+from ...config.run_config import RunConfig
+from ...costs.parameters import model_parameters
+from ...text.named_files import JsonObject, StrPath
+from ...text.written_files import named_file
+from ..export.history import read_history
 from .iteration_metrics import size_name
 
 WIDTH = 90  # characters of a title

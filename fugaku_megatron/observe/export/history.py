@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import TextIO
 
-from ..text.named_files import JsonObject, StrPath
-from ..text.written_files import make_folder, no_link, write_text
+from ...text.named_files import JsonObject, StrPath
+from ...text.written_files import make_folder, no_link, write_text
 
 HISTORY = "history.jsonl"  # in the directory of --save
 

@@ -8,18 +8,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..comm.base import Comm
-from ..config.layout import Layout
-from ..config.run_config import RunConfig
-from ..costs.attention import document_length
-from ..costs.flops import layer_flops
-from ..costs.stages import stage_records
-from ..data.marks import TokenCounts
-from ..host.observed import PHASES, Phases
-from ..training.trainer import IterationResult
-from .observer import MetricValues, Observer
-from .rank_table import NAMED, Interval, Straggler, find
-from .screen import append
+from ...comm.base import Comm
+from ...config.layout import Layout
+from ...config.run_config import RunConfig
+from ...costs.attention import document_length
+from ...costs.flops import layer_flops
+from ...costs.stages import stage_records
+from ...data.marks import TokenCounts
+from ...host.observed import PHASES, Phases
+from ...training.trainer import IterationResult
+from ..log.rank_table import NAMED, Interval, Straggler, find
+from ..log.screen import append
+from ..observer import MetricValues, Observer
 
 Slow = set[tuple[int, str]]  # rank, phase
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..text.written_files import make_folder
+from ...text.written_files import make_folder
 
 SERVER = "https://api.wandb.ai"  # unless WANDB_BASE_URL names another
 REACHED_WITHIN = 3.0  # s

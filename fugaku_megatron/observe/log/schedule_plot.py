@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ..cli.output_files import picture
-from ..pipeline import instructions
-from ..pipeline.timeline import Span
-from ..text.named_files import StrPath
+from ...cli.output_files import picture
+from ...pipeline import instructions
+from ...pipeline.timeline import Span
+from ...text.named_files import StrPath
+from ..profile.trace import measured_memory, measured_spans, read_trace
 from .loss_plot import title
-from .trace import measured_memory, measured_spans, read_trace
 
 # (colour, label, operations), in the order of the legend; the lightness differs as well, for colour-blind readers.
 KINDS = (

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ..comm.agreement import Nodes
-from ..comm.base import Comm
-from ..host.energy import Counters
-from ..training.trainer import IterationResult
-from .observer import MetricValues, Observer
+from ...comm.agreement import Nodes
+from ...comm.base import Comm
+from ...host.energy import Counters
+from ...training.trainer import IterationResult
+from ..observer import MetricValues, Observer
 
 
 class EnergyWatch(Observer):

@@ -11,18 +11,18 @@ from statistics import median
 
 import torch
 
-from ..comm.agreement import Nodes, agree, find_nodes, first_rank
-from ..comm.base import Comm
-from ..comm.grid import Grid
-from ..config import batches
-from ..config.fields import check
-from ..config.layout import Layout
-from ..config.run_config import RunConfig
-from ..costs import memory, run_schedule
-from ..costs.attention import attention_workspace_bytes
-from ..host.allocator import free_bytes, node_bytes, usage
-from ..training.trainer import IterationResult
-from .observer import MetricValues, Observer
+from ...comm.agreement import Nodes, agree, find_nodes, first_rank
+from ...comm.base import Comm
+from ...comm.grid import Grid
+from ...config import batches
+from ...config.fields import check
+from ...config.layout import Layout
+from ...config.run_config import RunConfig
+from ...costs import memory, run_schedule
+from ...costs.attention import attention_workspace_bytes
+from ...host.allocator import free_bytes, node_bytes, usage
+from ...training.trainer import IterationResult
+from ..observer import MetricValues, Observer
 
 SPAN = 50  # iterations of a steady growth, at least
 FEWEST = 25  # readings in them, at least

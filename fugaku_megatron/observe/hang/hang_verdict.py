@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from ..start.exit_codes import ExitCode
+from ...start.exit_codes import ExitCode
 
 STOPPED = "stopped in"
 GONE = "is gone, last seen in"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..config import span_groups
+from ...config import span_groups
 
 
 class SpanRow(NamedTuple):

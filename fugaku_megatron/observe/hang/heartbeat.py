@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from ..start.environment import SHARED_MEMORY as MEMORY
-from ..text.written_files import is_private, make_private, new_file, no_link
+from ...start.environment import SHARED_MEMORY as MEMORY
+from ...text.written_files import is_private, make_private, new_file, no_link
 
 PAGE = 4096
 MAGIC = b"heart 1\0"

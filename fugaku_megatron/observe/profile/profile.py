@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from ..comm.base import Comm
-from ..comm.grid import Grid, Groups
-from ..config.layout import Layout
-from ..config.output import OutputConfig
-from ..config.run_config import RunConfig
-from ..host.allocator import peak_memory_mib
-from ..host.observed import Profiler
-from ..text.written_files import make_folder, write_text
-from .loss_plot import start_module
+from ...comm.base import Comm
+from ...comm.grid import Grid, Groups
+from ...config.layout import Layout
+from ...config.output import OutputConfig
+from ...config.run_config import RunConfig
+from ...host.allocator import peak_memory_mib
+from ...host.observed import Profiler
+from ...text.written_files import make_folder, write_text
+from ..log.loss_plot import start_module
 from .trace import merge_traces
 
 BARRIERS = 9  # at which clocks are compared

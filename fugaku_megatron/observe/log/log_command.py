@@ -22,15 +22,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from ..cli import arguments
-from ..cli.output_files import check_file, writing
-from ..config.fields import check, check_positive
-from ..costs.parameters import model_parameters
-from ..text.named_files import JsonObject, StrPath
-from ..text.numbers import duration_text
-from ..text.table import pipe_table, write_csv
+from ...cli import arguments
+from ...cli.output_files import check_file, writing
+from ...config.fields import check, check_positive
+from ...costs.parameters import model_parameters
+from ...text.named_files import JsonObject, StrPath
+from ...text.numbers import duration_text
+from ...text.table import pipe_table, write_csv
+from ..export.history import HISTORY
 from . import loss_plot, rank_table
-from .history import HISTORY
 from .iteration_metrics import (
     HEADERS,
     UNKNOWN,

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.agreement import first_rank, first_text
-from ..training.trainer import Trainer
+from ...comm.agreement import first_rank, first_text
+from ...training.trainer import Trainer
 from .abft import cores
 
 NORMAL_MAD = 1.4826  # standard deviations per median absolute deviation of a normal distribution

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm.agreement import first_rank
-from ..comm.base import Comm
-from ..host.observed import Arguments, Keywords, Observed
-from ..host.topology import format_list
-from ..optim.flat import FlatParameters
-from .heartbeat import stat_words
+from ...comm.agreement import first_rank
+from ...comm.base import Comm
+from ...host.observed import Arguments, Keywords, Observed
+from ...host.topology import format_list
+from ...optim.flat import FlatParameters
+from ..hang.heartbeat import stat_words
 
 RESULT = "result"
 INPUT = "gradient of the input"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..config.model import ModelConfig
-from ..training.trainer import IterationResult
-from .metrics_writer import MetricsWriter
-from .observer import MetricValues, Observer
+from ...config.model import ModelConfig
+from ...training.trainer import IterationResult
+from ..export.metrics_writer import MetricsWriter
+from ..observer import MetricValues, Observer
 
 # Shapes: l layers of the model, e experts per layer.
 

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from ..config import span_groups
-from ..config.run_config import RunConfig
-from ..host.observed import INSTRUCTIONS, Arguments, Keywords, Observed
-from ..pipeline.executor import Executor
+from ...config import span_groups
+from ...config.run_config import RunConfig
+from ...host.observed import INSTRUCTIONS, Arguments, Keywords, Observed
+from ...pipeline.executor import Executor
+from ..log.iteration_metrics import IterationMetrics
+from ..profile.spans import INSTRUCTION_SPANS, PHASE_SPANS, SPANS, TRAIN
 from .figures import COUNTER, FIGURES, HISTOGRAM, NAMESPACE
-from .iteration_metrics import IterationMetrics
-from .spans import INSTRUCTION_SPANS, PHASE_SPANS, SPANS, TRAIN
 
 SERVICE = "megatron-lm"
 PROTOCOL = "http/protobuf"

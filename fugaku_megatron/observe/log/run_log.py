@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from ..cli.arguments import make_run
-from ..config.fields import as_tuples, check, check_type
-from ..config.layout import Layout, flags_of_sizes
-from ..config.model import ModelConfig
-from ..config.parallel import ParallelConfig
-from ..config.precision import PrecisionConfig
-from ..config.run_config import RunConfig
-from ..config.training import BatchConfig, TrainingConfig
-from ..costs.flops import hardware_flops, parameter_flops
-from ..text.named_files import JsonObject, about
+from ...cli.arguments import make_run
+from ...config.fields import as_tuples, check, check_type
+from ...config.layout import Layout, flags_of_sizes
+from ...config.model import ModelConfig
+from ...config.parallel import ParallelConfig
+from ...config.precision import PrecisionConfig
+from ...config.run_config import RunConfig
+from ...config.training import BatchConfig, TrainingConfig
+from ...costs.flops import hardware_flops, parameter_flops
+from ...text.named_files import JsonObject, about
+from ..export.metrics_writer import parse_peak_memory, parse_validation_line
 from .iteration_metrics import IterationMetrics, parse_line
-from .metrics_writer import parse_peak_memory, parse_validation_line
 
 WARM_UP = 2  # first iterations of a job, excluded from medians
 _RUN = "run: "

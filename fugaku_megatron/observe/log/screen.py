@@ -8,10 +8,10 @@ from collections import deque
 from pathlib import Path
 from typing import TextIO
 
-from ..text.named_files import StrPath
-from ..text.numbers import duration_text
-from ..text.written_files import named_file
-from .heartbeat import stat_words
+from ...text.named_files import StrPath
+from ...text.numbers import duration_text
+from ...text.written_files import named_file
+from ..hang.heartbeat import stat_words
 from .iteration_metrics import IterationMetrics
 
 WIDTH = 79  # characters of a live line: ranks below mpiexec cannot query the terminal

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..pipeline import instructions
-from ..pipeline import placement as placement_module
-from ..pipeline.timeline import COMPUTATIONS, Span
-from ..text.named_files import StrPath, read_text
-from ..text.written_files import new_file
+from ...pipeline import instructions
+from ...pipeline import placement as placement_module
+from ...pipeline.timeline import COMPUTATIONS, Span
+from ...text.named_files import StrPath, read_text
+from ...text.written_files import new_file
 
 Trace = dict[str, Any]
 

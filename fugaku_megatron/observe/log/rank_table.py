@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..cli.output_files import picture, shown
-from ..config.fields import check
-from ..text.named_files import StrPath, read_text
-from ..text.table import pipe_table
+from ...cli.output_files import picture, shown
+from ...config.fields import check
+from ...text.named_files import StrPath, read_text
+from ...text.table import pipe_table
 from .loss_plot import title
 
 WARM_UP = 1  # first intervals, excluded from means: memory is allocated in them
