@@ -33,9 +33,12 @@ from fugaku_megatron.comm.grid import Grid
 from fugaku_megatron.config.fields import check
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
-from fugaku_megatron.convert.architectures import GPT2
-from fugaku_megatron.convert.config_json import architecture_of, config_of
-from fugaku_megatron.convert.tensor_mapping import in_their_shape, tensor_mappings
+from fugaku_megatron.convert.hugging_face.architectures import GPT2
+from fugaku_megatron.convert.hugging_face.config_json import architecture_of, config_of
+from fugaku_megatron.convert.hugging_face.tensor_mapping import (
+    in_their_shape,
+    tensor_mappings,
+)
 from fugaku_megatron.costs.vocabulary import padded_vocab_size
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.data.prefetcher import Prefetcher

@@ -12,7 +12,7 @@ from torch import nn
 from fugaku_megatron.checkpoint.manifest import read_manifest
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.run_config import saved_run
-from fugaku_megatron.convert.hugging_face import open_hugging_face
+from fugaku_megatron.convert.hugging_face.conversion import open_hugging_face
 from fugaku_megatron.convert.own_checkpoint import save_own
 from fugaku_megatron.inference.generation import Sampling
 from fugaku_megatron.inference.loading import LoadedModel, load_model

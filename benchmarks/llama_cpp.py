@@ -31,8 +31,8 @@ import numpy as np
 import torch
 
 from fugaku_megatron.config.fields import check
-from fugaku_megatron.convert.gguf_file import save_gguf
-from fugaku_megatron.convert.hugging_face import open_hugging_face
+from fugaku_megatron.convert.gguf.conversion import save_gguf
+from fugaku_megatron.convert.hugging_face.conversion import open_hugging_face
 from fugaku_megatron.inference.generation import steps
 from fugaku_megatron.inference.loading import LoadedModel
 from fugaku_megatron.text.table import Column

@@ -27,8 +27,8 @@ from fugaku_megatron.config.fields import check
 from fugaku_megatron.config.layer_kinds import GATED_DELTA_NET, MIXERS, QKV
 from fugaku_megatron.config.lora import ALL_LINEAR, MATRICES
 from fugaku_megatron.config.run_config import ModelConfig, RunConfig
-from fugaku_megatron.convert.config_json import architecture_of
-from fugaku_megatron.convert.tensor_mapping import tensor_mappings
+from fugaku_megatron.convert.hugging_face.config_json import architecture_of
+from fugaku_megatron.convert.hugging_face.tensor_mapping import tensor_mappings
 from fugaku_megatron.data.dataset import MockDataset
 
 REQUIREMENTS = "requirements-trl.txt"

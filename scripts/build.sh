@@ -41,7 +41,7 @@ pack_data() {  # into data/ of the tree: tokens, their record of the tokenizer, 
     if [ -f "$DATA.tokenizer.json" ]; then cp "$DATA.tokenizer.json" "$TREE/data/"; fi
     name=$(basename "$MODEL")
     if [ -d "$MODEL" ]; then
-        PYTHONPATH=$TREE/app "$WORK/venv/bin/python" -c 'import pathlib, sys; from fugaku_megatron.convert.hugging_face import carry
+        PYTHONPATH=$TREE/app "$WORK/venv/bin/python" -c 'import pathlib, sys; from fugaku_megatron.convert.hugging_face.carried_files import carry
 carry(*map(pathlib.Path, sys.argv[1:]))' "$MODEL" "$TREE/data/$name"
     elif [ -n "$MODEL" ]; then
         cp "$MODEL" "$TREE/data/$name"

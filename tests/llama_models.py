@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fugaku_megatron.convert.architectures import ARCHITECTURES
-from fugaku_megatron.convert.tensor_mapping import in_their_shape, tensor_mappings
+from fugaku_megatron.convert.hugging_face.architectures import ARCHITECTURES
+from fugaku_megatron.convert.hugging_face.tensor_mapping import (
+    in_their_shape,
+    tensor_mappings,
+)
 from tests.helpers import small_run
 
 COMMON = {

@@ -11,9 +11,9 @@ import argparse
 from collections.abc import Iterable, Iterator
 
 from fugaku_megatron.config.megatron_flags import OTHER_FLAGS, saved_reasons
-from fugaku_megatron.convert import config_fields, peft
-from fugaku_megatron.convert.architectures import ARCHITECTURES, ONLY
-from fugaku_megatron.convert.megatron_arguments import READ
+from fugaku_megatron.convert.hugging_face import config_fields, peft
+from fugaku_megatron.convert.hugging_face.architectures import ARCHITECTURES, ONLY
+from fugaku_megatron.convert.megatron.arguments import READ
 from tools.megatron_flags import LINE, ROOT
 
 PAGE = ROOT / "docs" / "formats.md"

@@ -18,7 +18,7 @@ from ..config.model import ModelConfig
 from ..config.precision import PrecisionConfig
 from ..config.run_config import RunConfig
 from ..config.training import BatchConfig
-from ..convert.hugging_face import save_hugging_face
+from ..convert.hugging_face.conversion import save_hugging_face
 from ..convert.new_directory import new_directory
 from ..convert.open_weights import open_weights
 from ..convert.weights import Weights

@@ -25,7 +25,7 @@ from ..config.decay_shapes import SHAPES
 from ..config.fields import check, flag
 from ..config.param_schedule import ParamSchedule
 from ..config.run_config import RunConfig
-from ..convert.carried_files import carry
+from ..convert.hugging_face.carried_files import carry
 from ..data.chat.chat_dataset import lost_lines
 from ..data.dataset import DataOrder, Dataset
 from ..data.token_arrays import Documents, TokenArrays

@@ -22,14 +22,14 @@ from ..cli.arguments import MODEL_FLAGS, model_flags
 from ..config.fields import check, check_positive, flag, flag_words
 from ..host import allocator
 from ..start import environment
-from .carried_files import carry, check_carried, set_chat_template
-from .gguf_file import TYPES, save_gguf
-from .gguf_tokenizer import INEXACT
-from .hugging_face import open_hugging_face, save_hugging_face
+from .gguf.conversion import TYPES, save_gguf
+from .gguf.tokenizer import INEXACT
+from .hugging_face.carried_files import carry, check_carried, set_chat_template
+from .hugging_face.conversion import open_hugging_face, save_hugging_face
+from .hugging_face.peft import open_peft, save_peft
 from .new_directory import check_new, new_directory
 from .open_weights import open_megatron, open_weights
 from .own_checkpoint import BASE_FLAG, open_own, save_own
-from .peft import open_peft, save_peft
 from .weights import DTYPES, Weights, adapter_shapes, shapes
 
 TRANSFORMER_ENGINE = "transformer_engine"
@@ -90,8 +90,8 @@ def _flags(weights: Weights, options: argparse.Namespace) -> list[str]:
 
 
 def _save_megatron(weights: Weights, directory: Path, options: argparse.Namespace) -> None:
-    from .megatron_dist import DistFormat, save_dist
-    from .megatron_legacy import LegacyFormat, save_legacy
+    from .megatron.dist import DistFormat, save_dist
+    from .megatron.legacy import LegacyFormat, save_legacy
 
     engine = options.transformer_impl == TRANSFORMER_ENGINE
     multiple = options.make_vocab_size_divisible_by

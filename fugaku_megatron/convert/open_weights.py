@@ -18,10 +18,10 @@ from ..checkpoint.manifest import (
 from ..config.fields import check
 from ..text.foreign_models import hub_note
 from ..text.named_files import about
-from .hugging_face import open_hugging_face
+from .hugging_face.conversion import open_hugging_face
+from .hugging_face.rules import FILE
+from .hugging_face.tensor_directory import ADAPTER_CONFIG
 from .own_checkpoint import BASE_FLAG, open_own
-from .rules import FILE
-from .tensor_directory import ADAPTER_CONFIG
 from .weights import Weights
 
 
@@ -39,8 +39,8 @@ def open_megatron(
     source: flags before the directory in a message
     """
     # with torch.distributed, which takes a second to load and which no other format needs
-    from .megatron_dist import open_dist
-    from .megatron_legacy import open_legacy
+    from .megatron.dist import open_dist
+    from .megatron.legacy import open_legacy
 
     with about(f"{source} {directory}"):
         path = _iteration(Path(directory), iteration)

@@ -17,10 +17,10 @@ from ..config.fields import check, option
 from ..config.model import ModelConfig
 from ..data.chat.chat_template import ChatTemplate
 from ..data.chat.chats import ASSISTANT, Messages, check_messages, user_turn
+from ..nn.attention.heads import Angles
+from ..nn.attention.kv_cache import Cache
+from ..nn.attention.rotary_angles import rotary_angles
 from ..nn.forward_context import Pass, Rows
-from ..nn.heads import Angles
-from ..nn.kv_cache import Cache
-from ..nn.positions import rotary_angles
 from ..text.named_files import read_text
 from ..tokenizers.tokenizer import Tokenizer
 from .loading import FEW_ROWS, LoadedModel, through_stages

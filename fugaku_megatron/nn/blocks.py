@@ -20,10 +20,13 @@ from ..config.model import ACTIVATIONS, LAYER_NORM, LEARNABLE, MLP_OF_EXPERTS, N
 from ..config.parallel import A2A, P2P
 from ..costs.attention import cache_slots
 from .adapters import activated_linear
+from .attention.heads import Angles, Heads
+from .attention.kv_cache import LayerCache
+from .attention.sequence_ranks import copy_groups, own_segments, positions, to_heads, to_rows
+from .attention.shared_attention import AttentionMask, SharedCall
+from .attention.sinks import Sinks
 from .dropout_key import Dropout
 from .forward_context import Pass
-from .heads import Angles, Heads
-from .kv_cache import LayerCache
 from .layers import (
     ColumnParallelLinear,
     Context,
@@ -40,9 +43,6 @@ from .ops.mlp import MLPWeights
 from .ops.norm import sharded_rms_norm
 from .ops.output_gate import gated, split_gate
 from .ops.rotary import HeadNorms, Rotary
-from .sequence_ranks import copy_groups, own_segments, positions, to_heads, to_rows
-from .shared_attention import AttentionMask, SharedCall
-from .sinks import Sinks
 
 
 def make_norm(name: str, context: Context) -> Norm:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ..config.model import ModelConfig
-from .heads import Angles
-from .kv_cache import Cache, LayerCache
+from .attention.heads import Angles
+from .attention.kv_cache import Cache, LayerCache
+from .attention.rotary_angles import TokenAngles, document_angles, rotary_angles
+from .attention.sinks import Sinks
 from .ops import Ops
 from .ops.attention import CachedRows
-from .positions import TokenAngles, document_angles, rotary_angles
-from .sinks import Sinks
 
 
 @dataclass(frozen=True)

@@ -29,16 +29,16 @@ from ..config.model import LAYER_NORM, NORMS, ModelConfig
 from ..config.parallel import A2A
 from ..costs.records import overlap_blocks
 from .adapters import Adapter
+from .attention.heads import Angles
+from .attention.rotary_angles import rotary_angles
+from .attention.sequence_ranks import own_segments, to_rank_order, to_sequence_order
+from .attention.sequence_ranks import positions as own_positions
 from .dropout_key import Dropout
 from .forward_context import Pass
-from .heads import Angles
 from .ops import DropoutKey, Ops
 from .ops.norm import LayerNormArguments, layer_norm_without_bias
 from .parameter import ModelParameter, ParameterSpec
 from .parameter_views import derived
-from .positions import rotary_angles
-from .sequence_ranks import own_segments, to_rank_order, to_sequence_order
-from .sequence_ranks import positions as own_positions
 
 # Dropout sites of a layer. A mask's stream is layer * len(SITES) + site; the embedding is layer 0 and layers count from 1.
 SITES = ("residual_1", "residual_2", "attention", "embedding")

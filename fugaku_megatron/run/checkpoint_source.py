@@ -347,7 +347,7 @@ def _megatron_run(
         if path is None:
             return None
         # with torch.distributed, which takes a second to load
-        from ..convert.megatron_training import open_run
+        from ..convert.megatron.training import open_run
 
         return open_run(
             path,

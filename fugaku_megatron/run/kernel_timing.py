@@ -15,8 +15,8 @@ from ..config.run_config import RunConfig
 from ..costs.activations import sequence_shards
 from ..costs.vocabulary import vocabulary_rows
 from ..host.timing import timings
+from ..nn.attention.heads import Heads
 from ..nn.dropout_key import Dropout
-from ..nn.heads import Heads
 from ..nn.ops import BACKENDS, DropoutKey, Ops
 from ..nn.ops.activation import Activation
 from ..nn.ops.loss import HeadLoss

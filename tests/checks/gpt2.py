@@ -3,8 +3,11 @@
 import torch
 
 from fugaku_megatron.config.run_config import ModelConfig
-from fugaku_megatron.convert.architectures import GPT2
-from fugaku_megatron.convert.tensor_mapping import in_their_shape, tensor_mappings
+from fugaku_megatron.convert.hugging_face.architectures import GPT2
+from fugaku_megatron.convert.hugging_face.tensor_mapping import (
+    in_their_shape,
+    tensor_mappings,
+)
 
 
 def to_theirs(name: str, ours: dict[str, torch.Tensor], model: ModelConfig) -> torch.Tensor:

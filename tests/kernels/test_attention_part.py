@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from fugaku_megatron.host import kernels
-from fugaku_megatron.nn.dropout_key import Dropout, DropoutKey
-from fugaku_megatron.nn.heads import Heads
-from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.nn.shared_attention import (
+from fugaku_megatron.nn.attention.heads import Heads
+from fugaku_megatron.nn.attention.shared_attention import (
     AttentionGradients,
     AttentionMask,
     Block,
@@ -23,6 +21,8 @@ from fugaku_megatron.nn.shared_attention import (
     keys_of,
     visible_blocks,
 )
+from fugaku_megatron.nn.dropout_key import Dropout, DropoutKey
+from fugaku_megatron.nn.ops import Ops
 from tests.checks.attention import (
     DROPOUT,
     TOLERANCE,

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fugaku_megatron.host import kernels
+from fugaku_megatron.nn.attention.heads import Heads
 from fugaku_megatron.nn.dropout_key import Dropout
-from fugaku_megatron.nn.heads import Heads
 from fugaku_megatron.nn.ops import BACKENDS, DropoutKey, Ops, recompute
 from fugaku_megatron.nn.ops.activation import Activation
 from fugaku_megatron.nn.ops.mlp import MLPWeights

@@ -36,7 +36,8 @@ from fugaku_megatron.layout_check.points import (
 )
 from fugaku_megatron.layout_check.recorder import Piece
 from fugaku_megatron.layout_check.shrink import shrink
-from fugaku_megatron.nn import blocks, layers, model, router, sequence_ranks
+from fugaku_megatron.nn import blocks, layers, model, router
+from fugaku_megatron.nn.attention import sequence_ranks
 from fugaku_megatron.nn.dropout_key import Dropout, DropoutKey
 from fugaku_megatron.nn.ops import loss
 from fugaku_megatron.optim import buckets, loss_scaler, muon, optimizer

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.convert.megatron_delta_net import shifted
-from fugaku_megatron.convert.torch_dist import DistFiles
+from fugaku_megatron.convert.megatron.delta_net import shifted
+from fugaku_megatron.convert.megatron.torch_dist import DistFiles
 from tests.helpers import find_checkpoint, small_run
 
 transformers = pytest.importorskip("transformers")

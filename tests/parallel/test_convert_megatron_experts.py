@@ -18,8 +18,8 @@ import torch
 
 from fugaku_megatron.cli import program
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.convert.megatron_arguments import check_pattern
-from fugaku_megatron.convert.megatron_pickles import load_metadata, load_pickled
+from fugaku_megatron.convert.megatron.arguments import check_pattern
+from fugaku_megatron.convert.megatron.pickles import load_metadata, load_pickled
 from fugaku_megatron.convert.open_weights import open_weights
 from tests.checks.torch_dist import write_iteration
 from tests.helpers import find_checkpoint, make_trainer, small_run

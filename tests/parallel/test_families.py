@@ -16,7 +16,7 @@ import torch
 from fugaku_megatron.checkpoint.manifest import read_manifest
 from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.config.run_config import RunConfig, saved_run
-from fugaku_megatron.convert.config_json import read_config
+from fugaku_megatron.convert.hugging_face.config_json import read_config
 from fugaku_megatron.inference.loading import load_model
 from tests.checks.documents import RESETS
 from tests.checks.generation import tokens_of

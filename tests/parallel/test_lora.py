@@ -20,8 +20,8 @@ from fugaku_megatron.checkpoint.manifest import read_manifest
 from fugaku_megatron.cli import program
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.run_config import saved_run
+from fugaku_megatron.convert.hugging_face.peft import open_peft
 from fugaku_megatron.convert.open_weights import open_weights
-from fugaku_megatron.convert.peft import open_peft
 from fugaku_megatron.inference.loading import load_model, through_stages
 from fugaku_megatron.inference.scoring import EVALUATION
 from fugaku_megatron.nn.forward_context import Pass

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from fugaku_megatron.comm.autograd import copy_to_tensor_parallel
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.host import kernels
+from fugaku_megatron.nn.attention.heads import Heads
 from fugaku_megatron.nn.dropout_key import Dropout
-from fugaku_megatron.nn.heads import Heads
 from fugaku_megatron.nn.ops import BACKENDS, FAMILIES, DropoutKey, Ops
 from fugaku_megatron.nn.ops.activation import Activation
 from fugaku_megatron.nn.ops.dropout import add_bias

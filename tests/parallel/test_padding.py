@@ -20,7 +20,7 @@ from fugaku_megatron.data.marks import COUNTED, PADDED, TokenCounts
 from fugaku_megatron.data.sampler import fetch
 from fugaku_megatron.inference.loading import model_of
 from fugaku_megatron.inference.scoring import Request, score
-from fugaku_megatron.nn.positions import document_angles, rotary_angles
+from fugaku_megatron.nn.attention.rotary_angles import document_angles, rotary_angles
 from fugaku_megatron.observe.export.metrics_writer import LogOutputs, MetricsWriter
 from fugaku_megatron.run.loop import Session
 from fugaku_megatron.training.trainer import Trainer

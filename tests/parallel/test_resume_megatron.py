@@ -23,9 +23,9 @@ from fugaku_megatron.cli.arguments import build_parser, interpret
 from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.config.model import ModelConfig, architecture
 from fugaku_megatron.config.run_config import RunConfig
-from fugaku_megatron.convert.megatron_arguments import arguments_of
-from fugaku_megatron.convert.megatron_delta_net import parts_of, split_parts
-from fugaku_megatron.convert.megatron_pickles import load_pickled
+from fugaku_megatron.convert.megatron.arguments import arguments_of
+from fugaku_megatron.convert.megatron.delta_net import parts_of, split_parts
+from fugaku_megatron.convert.megatron.pickles import load_pickled
 from fugaku_megatron.convert.open_weights import open_megatron
 from fugaku_megatron.run.checkpoint_source import with_padding
 from fugaku_megatron.run.resume import resume_training

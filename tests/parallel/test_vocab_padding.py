@@ -18,7 +18,7 @@ from fugaku_megatron.checkpoint.manifest import read_manifest
 from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.config.model import architecture
 from fugaku_megatron.config.run_config import RunConfig, saved_run
-from fugaku_megatron.convert.hugging_face import open_hugging_face
+from fugaku_megatron.convert.hugging_face.conversion import open_hugging_face
 from fugaku_megatron.costs.vocabulary import padded_vocab_size
 from fugaku_megatron.inference.evaluate import Inputs, evaluated
 from fugaku_megatron.inference.loading import LoadedModel, load_model

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fugaku_megatron.convert.gguf_tokens import GgufTokenizer
+from fugaku_megatron.convert.gguf.tokens import GgufTokenizer
 
 HIDDEN = 32
 ALL = 100_000  # tokens whose log-probability is asked for

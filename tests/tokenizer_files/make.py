@@ -17,8 +17,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from fugaku_megatron.convert.gguf_tokenizer import read_tokenizer
-from fugaku_megatron.convert.gguf_tokens import SPACE, SPLITS, GgufTokenizer, Split
+from fugaku_megatron.convert.gguf.tokenizer import read_tokenizer
+from fugaku_megatron.convert.gguf.tokens import SPACE, SPLITS, GgufTokenizer, Split
 
 from .llama_cpp import LlamaCpp, write_model
 

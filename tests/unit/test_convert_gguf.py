@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fugaku_megatron.cli import program
-from fugaku_megatron.convert.gguf_file import KINDS
+from fugaku_megatron.convert.gguf.conversion import KINDS
 from tests.checks.gguf import (
     MODELS,
     SIZES,

@@ -28,16 +28,19 @@ from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.config.run_config import RunConfig, saved_run
 from fugaku_megatron.config.training import BatchConfig
 from fugaku_megatron.convert import convert_command
-from fugaku_megatron.convert.config_json import plain_config, read_config
-from fugaku_megatron.convert.hugging_face import open_hugging_face
+from fugaku_megatron.convert.hugging_face.config_json import plain_config, read_config
+from fugaku_megatron.convert.hugging_face.conversion import open_hugging_face
+from fugaku_megatron.convert.hugging_face.tensor_mapping import (
+    in_their_shape,
+    tensor_mappings,
+)
 from fugaku_megatron.convert.new_directory import new_directory
-from fugaku_megatron.convert.tensor_mapping import in_their_shape, tensor_mappings
 from fugaku_megatron.costs.parameters import model_parameters
 from fugaku_megatron.inference.generation import Decoder
 from fugaku_megatron.inference.loading import load_model
+from fugaku_megatron.nn.attention.rotary_angles import frequencies, rotary_angles
 from fugaku_megatron.nn.forward_context import Documents, Pass
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.nn.positions import frequencies, rotary_angles
 from fugaku_megatron.training import expert_counts
 from tests.file_damage import MISSING, changed
 from tests.helpers import make_trainer, small_run
@@ -1489,7 +1492,7 @@ MEASURED = """
 import sys
 from pathlib import Path
 from fugaku_megatron.cli import program
-from fugaku_megatron.convert import convert_command, hugging_face
+from fugaku_megatron.convert import convert_command
 
 def status(field):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -25,12 +25,17 @@ from fugaku_megatron.cli.arguments import parse
 from fugaku_megatron.config.fields import is_off
 from fugaku_megatron.config.lora import LoraConfig
 from fugaku_megatron.config.recipes import RECIPES
-from fugaku_megatron.convert import megatron_arguments, peft
-from fugaku_megatron.convert.architectures import ARCHITECTURES, LLAMA, ONLY
-from fugaku_megatron.convert.config_fields import IGNORED, IGNORED_OF, read_fields
-from fugaku_megatron.convert.config_json import read_config
-from fugaku_megatron.convert.hugging_face import open_hugging_face
-from fugaku_megatron.convert.megatron_pickles import load_metadata, load_pickled
+from fugaku_megatron.convert.hugging_face import peft
+from fugaku_megatron.convert.hugging_face.architectures import ARCHITECTURES, LLAMA, ONLY
+from fugaku_megatron.convert.hugging_face.config_fields import (
+    IGNORED,
+    IGNORED_OF,
+    read_fields,
+)
+from fugaku_megatron.convert.hugging_face.config_json import read_config
+from fugaku_megatron.convert.hugging_face.conversion import open_hugging_face
+from fugaku_megatron.convert.megatron import arguments as megatron_arguments
+from fugaku_megatron.convert.megatron.pickles import load_metadata, load_pickled
 from fugaku_megatron.convert.open_weights import open_weights
 from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.run.checkpoint_source import matrices

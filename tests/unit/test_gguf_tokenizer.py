@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fugaku_megatron.convert.gguf_tokenizer import KNOWN_SWITCHES, SWITCHES, read_tokenizer
+from fugaku_megatron.convert.gguf.tokenizer import KNOWN_SWITCHES, SWITCHES, read_tokenizer
 from fugaku_megatron.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
 from fugaku_megatron.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from tests.tokenizer_files import make

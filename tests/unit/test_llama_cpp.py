@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from fugaku_megatron.convert.gguf_tokenizer import read_tokenizer
+from fugaku_megatron.convert.gguf.tokenizer import read_tokenizer
 from fugaku_megatron.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
 from fugaku_megatron.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from tests.checks.gguf import MODELS, convert, write_tokenizer

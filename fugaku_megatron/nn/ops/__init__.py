@@ -15,7 +15,7 @@ from typing import Any
 
 from ...host import kernels as native_kernels
 from ...host.observed import Observed
-from .. import shared_attention as _shared_attention
+from ..attention import shared_attention as _shared_attention
 from ..dropout_key import DropoutKey
 from ..packed_weights import WeightCache
 from ..recompute import backward, recompute

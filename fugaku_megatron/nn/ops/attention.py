@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...comm.autograd import Function, Gradients
+from ..attention.heads import Heads
+from ..attention.kv_cache import LayerCache
+from ..attention.sinks import Sinks
 from ..dropout_key import Dropout
 from ..gradients import as_rows
-from ..heads import Heads
-from ..kv_cache import LayerCache
-from ..sinks import Sinks
 from .backend import Backend
 from .dropout import dropout
 

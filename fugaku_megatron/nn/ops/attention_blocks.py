@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..attention.shared_attention import AttentionGradients, Block, SharedCall
 from ..dropout_key import Dropout
-from ..shared_attention import AttentionGradients, Block, SharedCall
 from .backend import Backend
 from .dropout import dropout
 

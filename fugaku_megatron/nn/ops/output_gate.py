@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...comm.autograd import Function, Gradients
-from ..heads import Heads
+from ..attention.heads import Heads
 
 
 def split_gate(projected: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ...comm.autograd import Function, Gradients
+from ..attention.heads import Angles, Heads
 from ..gradients import accumulate, vector_gradient
-from ..heads import Angles, Heads
 from .backend import Backend
 from .norm import norm_gradients, normalized
 

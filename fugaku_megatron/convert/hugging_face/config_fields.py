@@ -6,8 +6,8 @@ refused unless off (null, false or empty).
 
 from __future__ import annotations
 
-from ..config.fields import check, is_off
-from ..text.named_files import JsonObject
+from ...config.fields import check, is_off
+from ...text.named_files import JsonObject
 from .architectures import ONLY, Architecture
 from .rules import FILE
 

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..comm.autograd import map_rows
-from ..comm.base import Comm
-from ..comm.exchange import Exchange
-from ..costs.context_parallel import rank_segments, segment_numbers
+from ...comm.autograd import map_rows
+from ...comm.base import Comm
+from ...comm.exchange import Exchange
+from ...costs.context_parallel import rank_segments, segment_numbers
 from .heads import Heads
 
 

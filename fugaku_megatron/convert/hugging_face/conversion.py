@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..checkpoint.tensor_files import DTYPES
-from ..config.fields import check
-from ..config.model import ModelConfig
-from ..text.foreign_models import hub_note
-from ..text.named_files import about
+from ...checkpoint.tensor_files import DTYPES
+from ...config.fields import check
+from ...config.model import ModelConfig
+from ...text.foreign_models import hub_note
+from ...text.named_files import about
+from ..weights import Weights, shapes, widest
 from .architectures import Architecture
 from .carried_files import carry
 from .config_json import (
@@ -41,7 +42,6 @@ from .tensor_directory import (
 )
 from .tensor_mapping import TensorMapping, constants, copy_flat, in_their_shape, tensor_mappings
 from .tensor_views import Shape, whole
-from .weights import Weights, shapes, widest
 
 
 def open_hugging_face(directory: str, adapters: str | None = None) -> Weights:

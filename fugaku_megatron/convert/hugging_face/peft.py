@@ -21,21 +21,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint.tensor_files import write_tensors
-from ..config.fields import check, is_off
-from ..config.layer_kinds import FC1, FC2, IN_PROJ
-from ..config.lora import MATRICES, LoraConfig
-from ..config.model import ModelConfig
-from ..nn.adapters import expanded, row_mask
-from ..text.named_files import JsonObject, about
+from ...checkpoint.tensor_files import write_tensors
+from ...config.fields import check, is_off
+from ...config.layer_kinds import FC1, FC2, IN_PROJ
+from ...config.lora import MATRICES, LoraConfig
+from ...config.model import ModelConfig
+from ...nn.adapters import expanded, row_mask
+from ...text.named_files import JsonObject, about
+from ..weights import Adapters, Weights, adapter_shapes, layer_of, linear_of, shapes
 from .architectures import Architecture
 from .config_json import architecture_of, carried_config, has_text_config
-from .hugging_face import TOWER
+from .conversion import TOWER
 from .tensor_directory import ADAPTER_CONFIG as CONFIG
 from .tensor_directory import TensorDirectory, header, read_json, write_json
 from .tensor_mapping import TensorMapping, copy_flat, in_their_shape, tensor_mappings
 from .tensor_views import INPUTS_FIRST
-from .weights import Adapters, Weights, adapter_shapes, layer_of, linear_of, shapes
 
 TENSORS = "adapter_model.safetensors"
 PREFIX = "base_model.model."

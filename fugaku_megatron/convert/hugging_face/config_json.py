@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from ..config.fields import check, check_type
-from ..config.model import MASKED, ModelConfig
-from ..config.model import architecture as shape_values
-from ..text.named_files import JsonObject, about
+from ...config.fields import check, check_type
+from ...config.model import MASKED, ModelConfig
+from ...config.model import architecture as shape_values
+from ...text.named_files import JsonObject, about
 from .architectures import (
     ARCHITECTURES,
     MXFP4_MODELS,

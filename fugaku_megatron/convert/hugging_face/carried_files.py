@@ -6,9 +6,9 @@ import re
 import shutil
 from pathlib import Path
 
-from ..config.fields import check
-from ..text.named_files import unreadable
-from ..tokenizers.hugging_face_tokenizer import CHAT_TEMPLATE, TEMPLATES, TOKENIZER_CONFIG
+from ...config.fields import check
+from ...text.named_files import unreadable
+from ...tokenizers.hugging_face_tokenizer import CHAT_TEMPLATE, TEMPLATES, TOKENIZER_CONFIG
 from .rules import FILE
 from .tensor_directory import read_json
 

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint.load import Checkpoint, Foreign
-from ..config.fields import check, check_type
-from ..config.model import COUNTED
-from ..config.optimizer import MOMENTS, OptimizerConfig
-from ..config.param_schedule import ParamSchedule
-from ..config.precision import PrecisionConfig
-from ..config.run_config import GROUPS
-from ..text.named_files import JsonObject
-from .megatron_dist import STATE, DistReader, LayerKey, dist_reader
+from ...checkpoint.load import Checkpoint, Foreign
+from ...config.fields import check, check_type
+from ...config.model import COUNTED
+from ...config.optimizer import MOMENTS, OptimizerConfig
+from ...config.param_schedule import ParamSchedule
+from ...config.precision import PrecisionConfig
+from ...config.run_config import GROUPS
+from ...text.named_files import JsonObject
+from .dist import STATE, DistReader, LayerKey, dist_reader
 
 Saved = Mapping[str, Any]  # by Megatron-LM's names
 _MASTER = "fp32_param"

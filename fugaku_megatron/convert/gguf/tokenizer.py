@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config.fields import check
-from ..text.named_files import JsonObject, read_text
-from ..text.optional_packages import optional_package
-from ..tokenizers.gpt2_tokenizer import bytes_to_unicode
-from ..tokenizers.hugging_face_tokenizer import (
+from ...config.fields import check
+from ...text.named_files import JsonObject, read_text
+from ...text.optional_packages import optional_package
+from ...tokenizers.gpt2_tokenizer import bytes_to_unicode
+from ...tokenizers.hugging_face_tokenizer import (
     CHAT_TEMPLATE,
     PIECES,
     TOKENIZER_CONFIG,
@@ -26,8 +26,9 @@ from ..tokenizers.hugging_face_tokenizer import (
     HuggingFaceTokenizer,
     has_tokenizer,
 )
-from .gguf_sentencepiece import check_bytes, halves, of_pieces
-from .gguf_tokens import (
+from ..hugging_face.tensor_directory import read_json
+from .sentencepiece import check_bytes, halves, of_pieces
+from .tokens import (
     BYTE,
     BYTE_PIECES,
     CONTROL,
@@ -45,7 +46,6 @@ from .gguf_tokens import (
     overlaps,
     unused,
 )
-from .tensor_directory import read_json
 
 INEXACT = "--gguf-inexact-tokenizer"
 NFC = {"type": "NFC"}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..config.model import YARN, ModelConfig
+from ...config.model import YARN, ModelConfig
 from .heads import Angles
 
 

@@ -30,10 +30,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ..checkpoint.manifest import TORCH_DIST, TORCH_DIST_COMMON, fsync, write_text
-from ..checkpoint.shards import Box, range_boxes
-from ..config.fields import check
-from .megatron_pickles import (
+from ...checkpoint.manifest import TORCH_DIST, TORCH_DIST_COMMON, fsync, write_text
+from ...checkpoint.shards import Box, range_boxes
+from ...config.fields import check
+from .pickles import (
     UNREADABLE,
     check_uncompressed,
     load_metadata,

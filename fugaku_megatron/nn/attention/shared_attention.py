@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..comm.autograd import Function, Gradients
-from ..comm.base import DONE, Comm, Handle
-from ..config.parallel import ALLGATHER
-from ..costs.context_parallel import rank_segments, span, visible_keys
-from .dropout_key import Dropout
+from ...comm.autograd import Function, Gradients
+from ...comm.base import DONE, Comm, Handle
+from ...config.parallel import ALLGATHER
+from ...costs.context_parallel import rank_segments, span, visible_keys
+from ..dropout_key import Dropout
 from .heads import Heads
 from .sequence_ranks import to_rank_order, to_sequence_order
 from .sinks import Sinks

@@ -6,10 +6,10 @@ import math
 from collections.abc import Collection
 from dataclasses import replace
 
-from ..config.fields import check, is_off
-from ..config.model import ROPE, YARN, ModelConfig
-from ..config.model import SCALINGS as FLAGS
-from ..text.named_files import JsonObject
+from ...config.fields import check, is_off
+from ...config.model import ROPE, YARN, ModelConfig
+from ...config.model import SCALINGS as FLAGS
+from ...text.named_files import JsonObject
 from .rules import (
     FILE,
     FULL,

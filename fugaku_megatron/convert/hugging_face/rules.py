@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..config.fields import check
-from ..config.layer_kinds import ATTENTION, GATED_DELTA_NET
-from ..config.model import ModelConfig
-from ..text.named_files import JsonObject
+from ...config.fields import check
+from ...config.layer_kinds import ATTENTION, GATED_DELTA_NET
+from ...config.model import ModelConfig
+from ...text.named_files import JsonObject
 
 FILE = "config.json"
 LARGEST = 1e30  # of a number that is not a size

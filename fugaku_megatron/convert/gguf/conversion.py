@@ -20,16 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..config.fields import check, flag
-from ..config.model import NORMS, RMS_NORM, YARN, YARN_SCALING, ModelConfig
-from ..nn.positions import frequencies
-from ..text.named_files import read_text
-from ..text.optional_packages import optional_package
-from .architectures import Architecture
-from .config_json import architecture_of, carried_config
-from .gguf_tokenizer import read_tokenizer
-from .tensor_mapping import in_their_shape, tensor_mappings
-from .weights import Weights
+from ...config.fields import check, flag
+from ...config.model import NORMS, RMS_NORM, YARN, YARN_SCALING, ModelConfig
+from ...nn.attention.rotary_angles import frequencies
+from ...text.named_files import read_text
+from ...text.optional_packages import optional_package
+from ..hugging_face.architectures import Architecture
+from ..hugging_face.config_json import architecture_of, carried_config
+from ..hugging_face.tensor_mapping import in_their_shape, tensor_mappings
+from ..weights import Weights
+from .tokenizer import read_tokenizer
 
 TYPES = {
     "f32": "F32",

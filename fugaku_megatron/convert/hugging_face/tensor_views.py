@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ..config.model import ModelConfig
+from ...config.model import ModelConfig
 
 Shape = tuple[int, ...]
 Arranged = tuple[list[Tensor], Shape]

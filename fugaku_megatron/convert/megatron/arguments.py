@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from ..cli.arguments import add_flags
-from ..cli.parser import Parser
-from ..config.experts import EXPERTS
-from ..config.fields import FieldValues, as_tuples, check, check_type, flag, is_off
-from ..config.hybrid import PER_SYMBOL, Pattern, parse_pattern, with_layers
-from ..config.layer_kinds import DENSE_SYMBOL, EXPERTS_SYMBOL, MIXERS, layer_pattern
-from ..config.megatron_flags import OTHER_FLAGS, saved_arguments
-from ..config.model import (
+from ...cli.arguments import add_flags
+from ...cli.parser import Parser
+from ...config.experts import EXPERTS
+from ...config.fields import FieldValues, as_tuples, check, check_type, flag, is_off
+from ...config.hybrid import PER_SYMBOL, Pattern, parse_pattern, with_layers
+from ...config.layer_kinds import DENSE_SYMBOL, EXPERTS_SYMBOL, MIXERS, layer_pattern
+from ...config.megatron_flags import OTHER_FLAGS, saved_arguments
+from ...config.model import (
     LEARNED,
     MASKED,
     MLP_OF_EXPERTS,

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..config.fields import check
-from ..text.optional_packages import optional_package
-from ..tokenizers.sentencepiece_tokenizer import load_pieces
-from .gguf_tokens import (
+from ...config.fields import check
+from ...text.optional_packages import optional_package
+from ...tokenizers.sentencepiece_tokenizer import load_pieces
+from .tokens import (
     BPE,
     BYTE,
     BYTE_PIECES,

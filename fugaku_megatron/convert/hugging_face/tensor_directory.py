@@ -9,16 +9,16 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..checkpoint.tensor_files import (
+from ...checkpoint.tensor_files import (
     PlainFile,
     StoredTensor,
     UnsupportedFormat,
     read_header,
     write_tensors,
 )
-from ..comm.agreement import describe
-from ..config.fields import check
-from ..text.named_files import JsonObject
+from ...comm.agreement import describe
+from ...config.fields import check
+from ...text.named_files import JsonObject
 
 Tensors = dict[str, tuple[PlainFile, StoredTensor]]
 SINGLE = "model.safetensors"

@@ -20,29 +20,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checkpoint.manifest import RELEASE, TORCH_DIST_COMMON, TRACKER, write_text
-from ..config.fields import check
-from ..config.hybrid import parse_pattern
-from ..config.layer_kinds import MIXERS, LayerKind
-from ..config.model import MLP_OF_EXPERTS, ModelConfig
-from ..costs.vocabulary import round_up
-from ..nn.model import OUTPUT, VOCABULARY, WORD_EMBEDDINGS
-from ..nn.parameter import ParameterSpec
-from ..text.named_files import about
-from .megatron_arguments import (
-    VERSION,
-    arguments_of,
-    by_name,
-    check_pattern,
-    checked_model,
-    model_pattern,
-    pattern_of,
-)
-from .megatron_delta_net import is_shifted, joined_parts, parts_of, shifted, split_parts
-from .megatron_names import MLP_NORM, fused_norms, our_name, their_name
-from .megatron_pickles import save_pickled
-from .torch_dist import COMMON_STATE, DistFiles, DistWriter, GlobalPiece, Shape, object_key
-from .weights import (
+from ...checkpoint.manifest import RELEASE, TORCH_DIST_COMMON, TRACKER, write_text
+from ...config.fields import check
+from ...config.hybrid import parse_pattern
+from ...config.layer_kinds import MIXERS, LayerKind
+from ...config.model import MLP_OF_EXPERTS, ModelConfig
+from ...costs.vocabulary import round_up
+from ...nn.model import OUTPUT, VOCABULARY, WORD_EMBEDDINGS
+from ...nn.parameter import ParameterSpec
+from ...text.named_files import about
+from ..weights import (
     Weights,
     at_layer,
     check_elements,
@@ -52,6 +39,19 @@ from .weights import (
     widest,
     without_layer,
 )
+from .arguments import (
+    VERSION,
+    arguments_of,
+    by_name,
+    check_pattern,
+    checked_model,
+    model_pattern,
+    pattern_of,
+)
+from .delta_net import is_shifted, joined_parts, parts_of, shifted, split_parts
+from .names import MLP_NORM, fused_norms, our_name, their_name
+from .pickles import save_pickled
+from .torch_dist import COMMON_STATE, DistFiles, DistWriter, GlobalPiece, Shape, object_key
 
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _HYBRID_LAYER = re.compile(r"(?<=decoder\.layers\.)(\d+)(?=\.)")

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..config.fields import check
-from ..config.model import ModelConfig
+from ...config.fields import check
+from ...config.model import ModelConfig
+from ..weights import layer_of, place_of, shapes
 from .architectures import OUTPUT, Architecture
 from .tensor_views import Arrangement
-from .weights import layer_of, place_of, shapes
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checkpoint.tensor_files import StoredTensor
-from ..config.fields import check
+from ...checkpoint.tensor_files import StoredTensor
+from ...config.fields import check
 from .tensor_directory import TensorDirectory
 
 BLOCKS = "_blocks"

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from ..config.model import LEARNABLE, LEARNED, ROPE, SCALINGS, VANILLA, ModelConfig
-from ..nn.ops.activation import QUICK, XIELU_BETA, XIELU_LIMIT
+from ...config.model import LEARNABLE, LEARNED, ROPE, SCALINGS, VANILLA, ModelConfig
+from ...nn.ops.activation import QUICK, XIELU_BETA, XIELU_LIMIT
 from .rope_rules import (
     NO_ROPE_LAYERS,
     ROTARY,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..config.model import ModelConfig
+from ...config.model import ModelConfig
 
 # Keys behind a weight's, in the order of `ModelConfig.key_head_parts`.
 _PARTS = {

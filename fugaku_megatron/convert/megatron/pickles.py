@@ -21,8 +21,8 @@ import torch
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from ..comm.agreement import describe
-from ..config.fields import FieldValues, check
+from ...comm.agreement import describe
+from ...config.fields import FieldValues, check
 
 _NAMESPACES = {"argparse.Namespace": argparse.Namespace, "types.SimpleNamespace": SimpleNamespace}
 # Modules and names that become Nothing: what megatron-core itself allows in these files, and how enumerations are pickled by

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ..config.layer_kinds import ATTENTION, MIXERS
+from ...config.layer_kinds import ATTENTION, MIXERS
 
 # In this order: what a name of theirs has, and what it is here.
 _RENAMES = tuple(

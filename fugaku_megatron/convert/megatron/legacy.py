@@ -18,18 +18,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checkpoint.manifest import RELEASE, TRACKER, write_text
-from ..config.fields import check
-from ..config.layer_kinds import ATTENTION
-from ..config.model import MLP_OF_EXPERTS, ModelConfig
-from ..costs.vocabulary import round_up
-from ..nn.model import OUTPUT, VOCABULARY, WORD_EMBEDDINGS
-from ..nn.parameter import ParameterSpec
-from .megatron_arguments import VERSION, arguments_of, by_name, checked_model, pattern_of
-from .megatron_dist import padded
-from .megatron_names import fused_norms, our_name, their_name
-from .megatron_pickles import load_pickled, save_pickled
-from .weights import Weights, at_layer, check_elements, check_rest, layer_of, specs, widest
+from ...checkpoint.manifest import RELEASE, TRACKER, write_text
+from ...config.fields import check
+from ...config.layer_kinds import ATTENTION
+from ...config.model import MLP_OF_EXPERTS, ModelConfig
+from ...costs.vocabulary import round_up
+from ...nn.model import OUTPUT, VOCABULARY, WORD_EMBEDDINGS
+from ...nn.parameter import ParameterSpec
+from ..weights import Weights, at_layer, check_elements, check_rest, layer_of, specs, widest
+from .arguments import VERSION, arguments_of, by_name, checked_model, pattern_of
+from .dist import padded
+from .names import fused_norms, our_name, their_name
+from .pickles import load_pickled, save_pickled
 
 FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
