@@ -27,6 +27,7 @@ from tests.checks.layouts import (
     Data,
     Trained,
     assert_as_on_one_rank,
+    assert_gradients_as_on_one_rank,
     chats_of,
     random_tokens,
     texts,
@@ -35,7 +36,7 @@ from tests.checks.layouts import (
 )
 from tests.checks.moments import BF16_MOMENTS, EIGHT
 from tests.checks.moments import SIZES as UNEVEN
-from tests.helpers import DROPOUT, assert_near, make_trainer, parse_layout, run_layout, small_run
+from tests.helpers import DROPOUT, make_trainer, parse_layout, run_layout, small_run
 from tests.llama_models import FAMILIES
 from tests.threads import ThreadComm
 
@@ -666,7 +667,7 @@ def test_a_layout_trains_as_one_rank(name, layout, one_rank, datasets, monkeypat
         assert torch.equal(head, embedding), "tied copies stay equal"
     if flags.get("zero_stage"):
         return  # with ZeRO-1 each rank has some of the sums
-    assert_near(found.gradients, expected.gradients, model.tolerance)
+    assert_gradients_as_on_one_rank(found.gradients, expected.gradients, model.tolerance)
 
 
 @pytest.mark.parametrize(
