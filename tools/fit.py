@@ -23,7 +23,7 @@ from scipy.stats import spearmanr
 from fugaku_megatron.cli.output_files import check_file, writing
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
-from fugaku_megatron.planner import memory, model
+from fugaku_megatron.planner import model, peak_memory
 from fugaku_megatron.planner.software import FITTED, MemoryParameters, Parameters
 from fugaku_megatron.planner.system import System
 from fugaku_megatron.reproduction.rows import Row, known, load, row_system
@@ -241,7 +241,9 @@ def fit_time(group: str, rows: Sequence[Row], start: Values | None = None) -> So
 
 def mib(row_cases: Sequence[Case], values: Values) -> list[float]:
     parameters = MemoryParameters(**{"peer_mib": 0.0, **values})
-    return [memory.peak_mib(run, layout, system, parameters) for run, layout, system in row_cases]
+    return [
+        peak_memory.peak_mib(run, layout, system, parameters) for run, layout, system in row_cases
+    ]
 
 
 def fit_memory(group: str, rows: Sequence[Row]) -> Solution:

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass
-class Progress:
+class VerifyProgress:
     """Progress line on stderr. Not thread-safe."""
 
     total: int
@@ -134,7 +134,7 @@ def check_iteration(directory: Path, iteration: int, threads: int) -> tuple[list
         return [str(error)], f"{path}: not checked further"
     problems: list[str] = []
     files = dict(_files(path, head, problems))
-    progress = Progress(sum(entry["size"] for entry in files.values()))
+    progress = VerifyProgress(sum(entry["size"] for entry in files.values()))
     with ThreadPoolExecutor(threads) as pool:
         checks = pool.map(lambda name: check_file(path / name, files[name]), files)
         for entry, lines in zip(files.values(), checks, strict=True):

@@ -1,6 +1,6 @@
 """Bytes on one rank at a step's peak: weights, gradients, optimizer state, activations, logits.
 
-MPI's buffers and other software: `planner.memory`.
+MPI's buffers and other software: `planner.peak_memory`.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ import torch
 from ..text.named_files import JsonObject
 from . import allocator, kernels
 from .cgroup import cpu_quota, read_text
+from .cpu_binding import CpuBinding
 from .energy import Counters
-from .placement import Placement
 from .timing import best_seconds, seconds
 from .topology import Node
 
@@ -178,14 +178,14 @@ def summary(
     mpi_library: str,
     cpus: int,
     ranks_on_node: int,
-    placement: Placement,
+    binding: CpuBinding,
     memory: str,
     ghz: float,
     energy: str = "no energy counter",
 ) -> str:
     """Return the log's line on this rank's node. ghz: measured; memory, energy: in words"""
     gib = psutil.virtual_memory().total / (1 << 30)
-    threads = f"{placement.threads} pinned" if placement.cpus else f"{placement.threads}"
+    threads = f"{binding.threads} pinned" if binding.cpus else f"{binding.threads}"
     return (
         f"{platform.node()}: {cpu_model()} at {ghz:.2f} GHz (measured), {cpus} of {os.cpu_count()} CPUs in this rank's mask,"
         f" {gib:.1f} GiB, {ranks_on_node} ranks x {threads} threads, allocator {memory},"

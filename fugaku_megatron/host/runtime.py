@@ -16,10 +16,10 @@ from ..comm.job import describe
 from ..comm.mpi import MPIComm
 from ..text.named_files import StrPath
 from . import allocator, kernels, machine
+from .binding_problems import problems
 from .cgroup import cpu_quota
+from .cpu_binding import CpuBinding, Rank, mapping, place
 from .energy import Counters
-from .placement import Placement, Rank, mapping, place
-from .placement_problems import problems
 from .topology import Node, allowed_memory, cpuset
 
 CLOCK_TOLERANCE = 0.03  # A64FX's clocks are 10 % apart; the measurement's spread is below 1 %
@@ -39,15 +39,15 @@ class ProcessSettings:
     reserve_core: bool = False
 
 
-def apply_placement(placement: Placement, flush_denormals: bool) -> None:
-    """Apply the placement to torch and the kernels (one thread pool), and every thread's denormal mode."""
-    torch.set_num_threads(placement.threads)
-    if placement.cpus:
-        kernels.pin_threads(list(placement.cpus))
+def apply_binding(binding: CpuBinding, flush_denormals: bool) -> None:
+    """Apply the binding to torch and the kernels (one thread pool), and every thread's denormal mode."""
+    torch.set_num_threads(binding.threads)
+    if binding.cpus:
+        kernels.pin_threads(list(binding.cpus))
     kernels.flush_denormals(flush_denormals)
 
 
-def apply_to_communication(placement: Placement, node: Node) -> None:
+def apply_to_communication(binding: CpuBinding, node: Node) -> None:
     """Bind the calling thread, which calls MPI, to its core, or near the rank's pinned cores.
 
     Memory that it touches first, such as a shared window, is then in the rank's NUMA domain.
@@ -56,9 +56,9 @@ def apply_to_communication(placement: Placement, node: Node) -> None:
     # another set of threads on the cores in use.
     torch.empty(2**20).zero_()
     kernels.set_num_threads(1)
-    cpus = {cpu for core in placement.cpus for cpu in node.core_of(core)}
-    if placement.communication is not None:
-        cpus = {placement.communication}
+    cpus = {cpu for core in binding.cpus for cpu in node.core_of(core)}
+    if binding.communication is not None:
+        cpus = {binding.communication}
     if cpus:
         os.sched_setaffinity(0, cpus)
 
@@ -81,7 +81,7 @@ def init(
     node = Node.read()
     masks = here.all_gather_object(mask)
     with everywhere():
-        placement = place(
+        binding = place(
             node,
             masks,
             here.rank,
@@ -90,20 +90,20 @@ def init(
             affinity=settings.thread_affinity,
             reserve=settings.reserve_core,
         )
-        apply_placement(placement, settings.flush_denormals)
+        apply_binding(binding, settings.flush_denormals)
         if isinstance(world, MPIComm):
-            world.engine.call(lambda: apply_to_communication(placement, node))
-            world.engine.own_core = placement.communication is not None
-        ghz = check_clock(settings.cpu_frequency, placement.cpus or mask)
+            world.engine.call(lambda: apply_to_communication(binding, node))
+            world.engine.own_core = binding.communication is not None
+        ghz = check_clock(settings.cpu_frequency, binding.cpus or mask)
     library = describe(world)
-    if placement.communication is not None:
-        library += f", communication on core {placement.communication}"
-    ranks = here.all_gather_object(Rank(world.rank, tuple(mask), placement, needed))
+    if binding.communication is not None:
+        library += f", communication on core {binding.communication}"
+    ranks = here.all_gather_object(Rank(world.rank, tuple(mask), binding, needed))
     summary = machine.summary(
         library,
         len(mask),
         ranks_on_node=here.size,
-        placement=placement,
+        binding=binding,
         memory=memory_text,
         ghz=ghz,
         energy=Counters.find().describe(),
@@ -114,7 +114,7 @@ def init(
 def mapping_lines(world: Comm, node: Node, ranks: list[Rank]) -> list[str]:
     """Return the log's lines about this node's cores, their problems, and differing nodes. Collective."""
     found = problems(node, ranks, os.environ, cpu_quota(), cpuset(), allowed_memory())
-    threads = sorted({rank.placement.threads for rank in ranks})
+    threads = sorted({rank.binding.threads for rank in ranks})
     shape = f"{node.describe()}, {len(ranks)} ranks of {threads} threads, {len(found)} problems"
     lines = [mapping(node, ranks), *(f"note: {line}" for line in found)]
     if difference := differing(world, {"the mapping of a node": shape}):

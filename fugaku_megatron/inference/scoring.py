@@ -15,7 +15,7 @@ from torch import Tensor
 from ..comm.autograd import gather_from_tensor_parallel
 from ..config.fields import check
 from ..data.indexed import StoredTokens
-from ..nn.forward_context import Documents, Pass
+from ..nn.forward_context import PackedDocuments, Pass
 from ..tokenizers.tokenizer import Tokenizer
 from .loading import LoadedModel, through_stages
 
@@ -35,7 +35,7 @@ class Request(NamedTuple):
     places: np.ndarray | None = None
 
 
-class Progress:
+class ScoringProgress:
     """Progress line on stderr, every `PROGRESS_SECONDS`. noun: None for no line"""
 
     def __init__(self, total: int, noun: str | None) -> None:
@@ -69,7 +69,7 @@ def score(
     dp = loaded.groups.dp
     saves = loaded.groups.tp.rank == 0
     scores = torch.zeros(len(requests), 2, dtype=torch.float64)
-    progress = Progress(len(requests), noun if loaded.groups.world.rank == 0 else None)
+    progress = ScoringProgress(len(requests), noun if loaded.groups.world.rank == 0 else None)
     done = 0
     for numbers in list(_batches(requests, batch))[dp.rank :: dp.size]:
         found = _score_batch(loaded, [requests[number] for number in numbers])
@@ -108,7 +108,7 @@ def _score_batch(loaded: LoadedModel, requests: Sequence[Request]) -> Tensor | N
         rows.append((asked - 1) * len(requests) + column)
         labels.append(ids[asked])
     positions = torch.arange(longest, dtype=torch.int32).unsqueeze(1).expand(tokens.shape)
-    documents = Documents(positions=positions.contiguous(), padding=padding)
+    documents = PackedDocuments(positions=positions.contiguous(), padding=padding)
     x = through_stages(loaded, tokens, replace(EVALUATION, documents=documents))
     if x is None:
         return None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
-from ..planner import memory, search, software
+from ..planner import peak_memory, search, software
 from ..planner.model import step
 from ..planner.system import System
 from . import limits, torus
@@ -267,7 +267,7 @@ def _cost(request: Request, run: RunConfig, layout: Layout, line: int) -> Proble
         "a64fx", software.THIS_PROJECT, request.nodes, request.ranks_per_node
     )
     run, _ = search.resolve(run, layout, system)
-    used = memory.peak_mib(run, layout, system)
+    used = peak_memory.peak_mib(run, layout, system)
     limit = system.limit_mib
     if used > limit:
         yield Problem(

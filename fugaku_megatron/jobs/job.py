@@ -76,7 +76,7 @@ def placement_problem(tp: int, ranks_per_node: int, shape: torus.Shape | None) -
 
 def placed_plans(
     run: RunConfig, system: System, held: frozenset[str], shape: torus.Shape | None
-) -> tuple[search.Plan, ...]:
+) -> tuple[search.LayoutCandidate, ...]:
     """Return the plans that can be placed, fastest first. ValueError if there is none."""
     result = search.search(
         run,
@@ -184,7 +184,7 @@ def _elapse(option: str | None, group: ResourceGroup) -> int | None:
     return elapse
 
 
-def _flags(best: search.Plan, args: argparse.Namespace, mode: Mode) -> tuple[str, ...]:
+def _flags(best: search.LayoutCandidate, args: argparse.Namespace, mode: Mode) -> tuple[str, ...]:
     run = best.run
     parallel = best.run.parallel
     words = plan_text.train_flags(best, args)
@@ -200,7 +200,7 @@ def _flags(best: search.Plan, args: argparse.Namespace, mode: Mode) -> tuple[str
     return tuple(words)
 
 
-def decisions(job: Job, best: search.Plan, source: str) -> Iterator[str]:
+def decisions(job: Job, best: search.LayoutCandidate, source: str) -> Iterator[str]:
     """Yield the decisions as text. source: of the limits"""
     tp = job.layout.tp
     batch = best.run.batch

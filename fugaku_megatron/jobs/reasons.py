@@ -8,7 +8,7 @@ from dataclasses import replace
 from ..config.training import BatchConfig
 from ..costs.run_schedule import recompute_name
 from ..planner.model import step
-from ..planner.search import Plan
+from ..planner.search import LayoutCandidate
 
 OTHERS = 3  # layouts after the fastest
 LARGE_BUBBLE = 0.25  # share of the pipeline's time from which a larger batch is proposed
@@ -25,7 +25,7 @@ PARTS = {
 }
 
 
-def why_this(plans: Sequence[Plan]) -> Iterator[str]:
+def why_this(plans: Sequence[LayoutCandidate]) -> Iterator[str]:
     """Yield the reasons. plans: fastest first."""
     best = plans[0]
     parts = _parts(best)
@@ -52,16 +52,16 @@ def why_this(plans: Sequence[Plan]) -> Iterator[str]:
         yield larger_batch(best)
 
 
-def _parts(plan: Plan) -> dict[str, float]:
+def _parts(plan: LayoutCandidate) -> dict[str, float]:
     found = step(plan.run, plan.layout, plan.system, plan.system.parameters).breakdown()
     return {name: sum(found[field] for field in fields) for name, fields in PARTS.items()}
 
 
-def microbatches(plan: Plan) -> int:
+def microbatches(plan: LayoutCandidate) -> int:
     return plan.layout.microbatches(plan.run, plan.layout.global_batch_size(plan.run))
 
 
-def larger_batch(plan: Plan) -> str:
+def larger_batch(plan: LayoutCandidate) -> str:
     """Return a line about a batch too small for the pipeline, with the model of a batch twice as large."""
     twice = 2 * plan.layout.global_batch_size(plan.run)
     constant = BatchConfig(

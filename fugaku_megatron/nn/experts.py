@@ -1,6 +1,6 @@
 """Mixture of experts in place of a layer's MLP: routed experts, and a shared expert for all tokens.
 
-With expert parallelism (Lepikhin et al. 2020, "GShard", arXiv:2006.16668) rows are dispatched and combined (`comm.exchange`) in
+With expert parallelism (Lepikhin et al. 2020, "GShard", arXiv:2006.16668) rows are dispatched and combined (`comm.all_to_all`) in
 groups of experts: one group is computed while rows of others are in flight.
 f expert width of this rank, e experts, k per token, n pairs of token and expert.
 """
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..comm.all_to_all import AllToAll, GroupedAllToAll, copy_rows, sum_copied_rows
 from ..comm.autograd import (
     Function,
     Gradients,
@@ -23,7 +24,6 @@ from ..comm.autograd import (
     map_rows,
 )
 from ..comm.base import Comm
-from ..comm.exchange import Exchange, GroupedExchange, copy_rows, sum_copied_rows
 from ..config.model import ModelConfig
 from ..costs.experts import exchanged_groups
 from .adapters import AdaptedExperts
@@ -111,8 +111,8 @@ class Route:
     order: arrived rows by this rank's experts.
     """
 
-    there: Exchange
-    copies: Exchange
+    there: AllToAll
+    copies: AllToAll
     order: Order
 
     @staticmethod
@@ -138,9 +138,9 @@ class Route:
         experts = torch.arange(own).view(groups, each)
         routes = []
         for i, here in enumerate(to_here.unbind(1)):  # (ep, each)
-            there = Exchange(ep, everyone[ep.rank, i].sum(1).tolist(), here.sum(1).tolist())
+            there = AllToAll(ep, everyone[ep.rank, i].sum(1).tolist(), here.sum(1).tolist())
             rows = int(here.sum())
-            copies = Exchange(
+            copies = AllToAll(
                 etp, [rows for _ in range(etp.size)], coming[:, :, i].sum((1, 2)).tolist()
             )
             numbers = (
@@ -444,7 +444,7 @@ class Experts(nn.Module):
         routes, turns = Route.of(self.context.ops, order.counts, groups, ep, etp)
         needs_values = forward_pass.needs_values
         there, back = (
-            GroupedExchange([route.there for route in routes], overlaps, turns)
+            GroupedAllToAll([route.there for route in routes], overlaps, turns)
             for overlaps in (far or self.shared_experts is not None, far)
         )
         leaving = there.dispatch(

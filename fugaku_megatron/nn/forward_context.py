@@ -109,7 +109,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Documents:
+class PackedDocuments:
     """Documents of a micro-batch.
 
     starts: int32 (b, s), first position of each token's document; None: the sample is one document.
@@ -154,6 +154,6 @@ class Pass:
     needs_values: bool = True
     balance_factor: float = 1.0
     rows: Rows | None = None
-    documents: Documents = Documents()
+    documents: PackedDocuments = PackedDocuments()
     count: float | None = None
     tokens: float | None = None

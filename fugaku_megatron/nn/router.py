@@ -1,6 +1,6 @@
 """Router of a layer with experts: choice of experts, scores and load balancing.
 
-Computes what megatron/core/transformer/moe/router.py and moe_utils.py of Megatron-LM do, in FP32. Padding (`Documents`) takes no
+Computes what megatron/core/transformer/moe/router.py and moe_utils.py of Megatron-LM do, in FP32. Padding (`PackedDocuments`) takes no
 part in losses, loads, and choices for other tokens.
 e experts, k experts per token.
 """

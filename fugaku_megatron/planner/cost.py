@@ -25,7 +25,7 @@ from ..costs.attention import ATTENTION_BACKWARD_SHARE
 from ..costs.records import Collective
 from .machine import GB, INT8, GemmCurve, Machine
 from .software import Parameters, Software
-from .work import Exchange, ExpertExchange, Matmul, Work
+from .work import ExpertExchange, Matmul, OverlappedCollectives, Work
 
 LARGE_REDUCTIONS = ("dp", "edp", "embedding")  # communicators with gradient all-reduces
 
@@ -336,7 +336,7 @@ class Rank:
         )
         return seconds * self.machine.host_factor
 
-    def _waiting(self, exchange: Exchange | ExpertExchange) -> float:
+    def _waiting(self, exchange: OverlappedCollectives | ExpertExchange) -> float:
         if isinstance(exchange, ExpertExchange):
             return self._waiting_for_experts(exchange)
         sending = sum(

@@ -32,7 +32,7 @@ from ..pipeline.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, F
 from ..pipeline.makespan import makespan
 from ..pipeline.schedule import Schedule
 from ..pipeline.timeline import Costs
-from . import memory, software, work
+from . import peak_memory, software, work
 from .cost import Network, Rank, Seconds, exposed, quantized_bytes
 from .software import Parameters, Software
 from .system import System
@@ -149,7 +149,8 @@ def virtual_stage_work(
 @lru_cache(maxsize=4096)
 def stage_collectives(run: RunConfig, layout: Layout) -> dict[int, list[Collective]]:
     return {
-        stage: gradient_collectives(run, layout, stage) for stage in sorted(set(memory.kinds(run)))
+        stage: gradient_collectives(run, layout, stage)
+        for stage in sorted(set(peak_memory.kinds(run)))
     }
 
 
@@ -223,7 +224,7 @@ PhaseSeconds = tuple[Seconds, Seconds, Seconds]  # forward, backward, deferrable
 
 
 def _virtual_stage_seconds(run: RunConfig, rank: Rank, without: str) -> list[PhaseSeconds]:
-    kinds = memory.virtual_stage_kinds(run)
+    kinds = peak_memory.virtual_stage_kinds(run)
     known = dict[int, Seconds]()
     found = dict[int, PhaseSeconds]()
 
@@ -294,7 +295,7 @@ def _exposed(
 
 def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
     counts = rank.software.counts["optimizer"]
-    kinds = set(memory.kinds(run))
+    kinds = set(peak_memory.kinds(run))
     saved_bytes = 2 * activations.FP32_BYTES - run.optimizer.moment_bytes
     if run.optimizer.main_params_dtype == "bf16":
         saved_bytes += 2
@@ -383,7 +384,7 @@ def predict(run: RunConfig, system: System, with_band: bool = True) -> Predictio
     run = system.software.cut(run)
     layout = Layout.from_run(run, system.world_size)
     fitted = system.software.fitted
-    run = memory.with_recompute(run, layout, system)
+    run = peak_memory.with_recompute(run, layout, system)
     modelled = step(run, layout, system, system.parameters)
     width = 1.0
     if with_band:
@@ -399,7 +400,7 @@ def predict(run: RunConfig, system: System, with_band: bool = True) -> Predictio
                 fitted.tensor_parallel,
             )
         )
-    used = memory.peak_mib(run, layout, system)
+    used = peak_memory.peak_mib(run, layout, system)
     tflops = (
         hardware_flops(run, layout.global_batch_size(run)) / modelled.seconds / system.nodes / 1e12
     )

@@ -30,14 +30,23 @@ from .model import Prediction, step
 from .plan_text import schedule_name
 from .predict import add_arguments as add_system_arguments
 from .predict import as_json, run_of, system_of
-from .search import RAMP_BATCH, RAMP_DP, SWITCHED, VARIED, Plan, Search, held_fields, search
+from .search import (
+    RAMP_BATCH,
+    RAMP_DP,
+    SWITCHED,
+    VARIED,
+    LayoutCandidate,
+    Search,
+    held_fields,
+    search,
+)
 from .software import Parameters
 from .system import System
 
 SHOWN = 10  # plans in the table
 
 
-Ranked = tuple[Plan, Prediction]
+Ranked = tuple[LayoutCandidate, Prediction]
 
 
 OWN = ("ramp_divisible", "explain", "features", "against", "png")
@@ -167,19 +176,23 @@ def feature_variants(run: RunConfig, system: System) -> Iterator[tuple[str, RunC
             yield f"with {name}", switched(run, name), system
 
 
-def feature_plans(run: RunConfig, system: System, held: frozenset[str]) -> dict[str, Plan | None]:
-    found: dict[str, Plan | None] = {}
+def feature_plans(
+    run: RunConfig, system: System, held: frozenset[str]
+) -> dict[str, LayoutCandidate | None]:
+    found: dict[str, LayoutCandidate | None] = {}
     for name, variant, on in feature_variants(run, system):
         found[name] = next(iter(search(variant, on, held).plans), None)
     return found
 
 
-def features_text(plans: dict[str, Plan | None]) -> str:
+def features_text(plans: dict[str, LayoutCandidate | None]) -> str:
     rows = [_feature_cells(name, plan, plans["all"]) for name, plan in plans.items()]
     return "\n".join(pipe_table([FEATURES_HEADER, *rows]))
 
 
-def _feature_cells(name: str, plan: Plan | None, whole: Plan | None) -> tuple[str, ...]:
+def _feature_cells(
+    name: str, plan: LayoutCandidate | None, whole: LayoutCandidate | None
+) -> tuple[str, ...]:
     if plan is None:
         return name, "-", "-", "-", "no layout runs"
     parameters = plan.system.parameters
@@ -227,7 +240,7 @@ class Change:
     note: str = ""
 
 
-def gains(plan: Plan) -> dict[str, float]:
+def gains(plan: LayoutCandidate) -> dict[str, float]:
     """Return cause -> seconds per iteration saved by removing this cause alone."""
     run = plan.run
     layout = plan.layout
@@ -245,7 +258,7 @@ def gains(plan: Plan) -> dict[str, float]:
     }
 
 
-def bottlenecks(plan: Plan) -> str:
+def bottlenecks(plan: LayoutCandidate) -> str:
     lines = [
         f"\nthe first plan's {plan.seconds:.4g} s (model): what would remain without one cause, the largest gain first"
     ]
@@ -257,7 +270,9 @@ def bottlenecks(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def changes_between(run: RunConfig, system: System, against: str, best: Plan) -> list[Change]:
+def changes_between(
+    run: RunConfig, system: System, against: str, best: LayoutCandidate
+) -> list[Change]:
     """Return the steps from the time of `against` to the best plan's, each with one change more."""
     old_code = software.load(against)
     new_code = system.software
@@ -332,7 +347,7 @@ def _taken(name: str, before: float, result: Search) -> Change:
     return Change(name=name, seconds=plan.seconds, note=_layout(plan))
 
 
-def _layout(plan: Plan) -> str:
+def _layout(plan: LayoutCandidate) -> str:
     layout = plan.layout
     return (
         f"{plan.system.ranks_per_node} ranks per node, {layout}, "

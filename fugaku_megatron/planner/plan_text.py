@@ -21,9 +21,9 @@ from ..pipeline.schedule import Schedule
 from ..pipeline.schedule_names import row
 from ..pipeline.timeline import Span, spans
 from ..text.named_files import JsonObject, StrPath
-from . import memory
+from . import peak_memory
 from .model import Prediction, step
-from .search import Plan, Search
+from .search import LayoutCandidate, Search
 from .system import System
 
 # of the picture, in characters and lines
@@ -52,7 +52,7 @@ def schedule_name(run: RunConfig) -> str:
     return name
 
 
-def iterations(plan: Plan) -> int | None:
+def iterations(plan: LayoutCandidate) -> int | None:
     training = plan.run.training
     if (
         training.train_iters is None
@@ -63,14 +63,16 @@ def iterations(plan: Plan) -> int | None:
     return batches.run_length(plan.run, plan.layout.global_batch_size(plan.run))[0]
 
 
-def _duration(plan: Plan) -> tuple[float, float] | None:
+def _duration(plan: LayoutCandidate) -> tuple[float, float] | None:
     count = iterations(plan)
     if count is None:
         return None
     return count * plan.seconds / 86400, count * plan.seconds / 3600 * plan.system.nodes
 
 
-def text(best: Sequence[tuple[Plan, Prediction]], result: Search, args: argparse.Namespace) -> str:
+def text(
+    best: Sequence[tuple[LayoutCandidate, Prediction]], result: Search, args: argparse.Namespace
+) -> str:
     """Return the table of the best plans, reasons of dropped layouts, and the first plan's command."""
     first, prediction = best[0]
     lines = [
@@ -94,7 +96,7 @@ def text(best: Sequence[tuple[Plan, Prediction]], result: Search, args: argparse
     return "\n".join(lines)
 
 
-def rates(plan: Plan) -> list[str]:
+def rates(plan: LayoutCandidate) -> list[str]:
     machine = plan.system.machine
     fitted = plan.system.parameters.reduce_gbs
     if machine.slow_reduce_gbs is None:
@@ -105,7 +107,7 @@ def rates(plan: Plan) -> list[str]:
     ]
 
 
-def _row(number: int, plan: Plan, p: Prediction) -> str:
+def _row(number: int, plan: LayoutCandidate, p: Prediction) -> str:
     duration = _duration(plan)
     layout = plan.layout
     days, hours = (f"{duration[0]:.1f}", f"{duration[1]:,.0f}") if duration else ("-", "-")
@@ -119,7 +121,7 @@ def _row(number: int, plan: Plan, p: Prediction) -> str:
     )
 
 
-def _shared(plan: Plan) -> str:
+def _shared(plan: LayoutCandidate) -> str:
     layout = plan.layout
     words = ""
     if layout.cp > 1:
@@ -129,7 +131,7 @@ def _shared(plan: Plan) -> str:
     return words
 
 
-def as_json(plan: Plan, prediction: JsonObject, args: argparse.Namespace) -> JsonObject:
+def as_json(plan: LayoutCandidate, prediction: JsonObject, args: argparse.Namespace) -> JsonObject:
     """Return layout, settings, duration and command, merged with the prediction."""
     days, node_hours = _duration(plan) or (None, None)
     return {
@@ -160,7 +162,7 @@ def _base(recipe: str | None) -> dict[tuple[str, str], Any]:
     return {(group, f.name): None if f.default is MISSING else f.default for group, f in places}
 
 
-def train_flags(plan: Plan, args: argparse.Namespace) -> list[str]:
+def train_flags(plan: LayoutCandidate, args: argparse.Namespace) -> list[str]:
     words = ["--recipe", args.recipe] if args.recipe else []
     for (group, name), default in _base(args.recipe).items():
         value = getattr(getattr(plan.run, group), name)
@@ -173,7 +175,7 @@ def train_flags(plan: Plan, args: argparse.Namespace) -> list[str]:
     return words
 
 
-def command(plan: Plan, args: argparse.Namespace) -> str:
+def command(plan: LayoutCandidate, args: argparse.Namespace) -> str:
     return shlex.join(
         [
             "mpiexec",
@@ -186,7 +188,7 @@ def command(plan: Plan, args: argparse.Namespace) -> str:
     )
 
 
-def pipeline(plan: Plan) -> list[str]:
+def pipeline(plan: LayoutCandidate) -> list[str]:
     """Draw up to ROWS stages over time: F forward, B backward (with recompute), . idle."""
     bars, shown, microbatches, _ = modelled(plan.run, plan.layout, plan.system)
     end = max(s.end for s in bars)
@@ -210,17 +212,17 @@ def pipeline(plan: Plan) -> list[str]:
     ]
 
 
-def _backward(plan: Plan) -> str:
+def _backward(plan: LayoutCandidate) -> str:
     if plan.run.training.recompute_granularity is None:
         return "backward"
     return "backward with recompute"
 
 
-def png(plan: Plan, file: str) -> None:
+def png(plan: LayoutCandidate, file: str) -> None:
     """Draw the plan's pipeline over time, with the modelled MiB of every stage, into `file`."""
     system = plan.system
     held = [
-        memory.stage_mib(
+        peak_memory.stage_mib(
             plan.run,
             plan.layout,
             stage,

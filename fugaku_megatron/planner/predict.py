@@ -22,7 +22,7 @@ from ..config.layout import Layout
 from ..config.recipes import GPT2_VOCABULARY
 from ..config.run_config import RunConfig
 from ..text.named_files import JsonObject
-from . import machine, memory, search, software
+from . import machine, peak_memory, search, software
 from .model import Prediction, predict
 from .system import System
 
@@ -187,7 +187,7 @@ def fitting(run: RunConfig, system: System) -> Iterator[Layout]:
                 ),
             )
             layout = Layout.from_run(other, world)
-            used = memory.peak_mib(other, layout, system)
+            used = peak_memory.peak_mib(other, layout, system)
         except ValueError:
             continue
         if used <= system.limit_mib:

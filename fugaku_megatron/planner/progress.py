@@ -8,7 +8,7 @@ import time
 PERIOD = 5.0  # seconds between two lines; a shorter search prints none
 
 
-class Progress:
+class SearchProgress:
     """Progress line on standard error, at most every `PERIOD` seconds."""
 
     def __init__(self) -> None:

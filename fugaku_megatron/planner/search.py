@@ -24,9 +24,9 @@ from ..costs import run_schedule
 from ..costs.memory import stage_memory
 from ..pipeline.schedule_names import AUTO, ONE_F_ONE_B, row
 from ..pipeline.zero_bubble import NoList
-from . import memory
+from . import peak_memory
 from .model import Prediction, predict, step
-from .progress import Progress
+from .progress import SearchProgress
 from .software import Choices, with_schedule
 from .system import System
 
@@ -125,7 +125,7 @@ def resolve(
     If no schedule fits, use 1F1B, which needs least memory.
     """
     if space is None:
-        space = memory.tensor_room(run, layout, system)
+        space = peak_memory.tensor_room(run, layout, system)
     recompute_auto = run.training.recompute_auto
     if run.parallel.pipeline_schedule != AUTO or layout.pp == 1:
         if not recompute_auto:
@@ -161,7 +161,7 @@ RAMP_BATCH = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class LayoutCandidate:
     """seconds: per iteration; least_seconds: without a bubble
     memory_mib: on the fullest rank
     """
@@ -183,7 +183,7 @@ class Plan:
 class Search:
     """Plans, fastest first. dropped: reason -> number of impossible layouts."""
 
-    plans: tuple[Plan, ...]
+    plans: tuple[LayoutCandidate, ...]
     dropped: Counter[str]
 
 
@@ -199,9 +199,9 @@ def search(
     held: config fields that keep the run's value
     refuse: returns the reason against a layout, or None
     """
-    progress = Progress()
+    progress = SearchProgress()
     run = system.software.cut(run)
-    plans = list[Plan]()
+    plans = list[LayoutCandidate]()
     dropped = Counter[str]()
     possible = []
     for candidate in candidates(with_schedule(run, ONE_F_ONE_B, 1), system, held, ramp_divisible):
@@ -241,7 +241,7 @@ def _asked(run: RunConfig, held: Held) -> str | None:
     return run.parallel.schedule if given and run.parallel.pipeline_schedule != AUTO else None
 
 
-def _orders(run: RunConfig, plan: Plan, held: Held) -> list[Order]:
+def _orders(run: RunConfig, plan: LayoutCandidate, held: Held) -> list[Order]:
     stages = plan.layout.pp
     microbatches = plan.layout.microbatches(plan.run, plan.layout.global_batch_size(plan.run))
     if (name := _asked(run, held)) is None:
@@ -262,14 +262,18 @@ def _orders(run: RunConfig, plan: Plan, held: Held) -> list[Order]:
 
 
 def _rescheduled(
-    plans: Sequence[Plan], kept: Sequence[Plan], run: RunConfig, held: Held, progress: Progress
-) -> list[Plan]:
+    plans: Sequence[LayoutCandidate],
+    kept: Sequence[LayoutCandidate],
+    run: RunConfig,
+    held: Held,
+    progress: SearchProgress,
+) -> list[LayoutCandidate]:
     """Return the plans in schedules other than 1F1B.
 
     Layouts are ordered by their lower bound; once it exceeds the WANTED best plans, stop. A
     schedule from the flags is tried with every layout.
     """
-    found: list[Plan] = []
+    found: list[LayoutCandidate] = []
     ordered = sorted(
         (plan for plan in plans if plan.layout.pp > 1), key=lambda plan: plan.least_seconds
     )
@@ -283,7 +287,7 @@ def _rescheduled(
             if plan.layout.pp * order.chunks > plan.run.model.num_layers:
                 continue
             outcome = _judge(with_schedule(plan.asked, *order), plan.system)
-            if isinstance(outcome, Plan):
+            if isinstance(outcome, LayoutCandidate):
                 found.append(outcome)
                 best = sorted([*best, outcome.seconds])[:WANTED]
                 progress.best = best[0]
@@ -501,20 +505,20 @@ def _recomputes(
         yield from configs[name]
 
 
-def _judge(asked: RunConfig, system: System) -> Plan | str:
+def _judge(asked: RunConfig, system: System) -> LayoutCandidate | str:
     try:
         layout = Layout.from_run(asked, system.world_size)
     except ValueError:
         return "heads, MLP or layers do not divide"
     try:
-        run = memory.with_recompute(asked, layout, system)
-        used = memory.peak_mib(run, layout, system)
+        run = peak_memory.with_recompute(asked, layout, system)
+        used = peak_memory.peak_mib(run, layout, system)
     except NoList:
         return "no list for the schedule"
     if used > system.limit_mib:
         return "out of memory"
     modelled = step(run, layout, system, system.parameters)
-    return Plan(
+    return LayoutCandidate(
         asked=asked,
         run=run,
         system=system,

@@ -69,7 +69,7 @@ Matmuls = tuple[Matmul, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exchange:
+class OverlappedCollectives:
     """Collectives for --tp-comm-overlap, block by block, while matmuls read or produce the blocks.
 
     first: one block's matmuls, before or after the exchange; None if all are `overlapped`
@@ -114,7 +114,7 @@ class Work:
     allocations: tuple[tuple[int, float], ...] = ()
     calls: float = 0.0
     collectives: tuple[tuple[Collective, int], ...] = ()
-    exchanges: tuple[tuple[Exchange | ExpertExchange, int], ...] = ()
+    exchanges: tuple[tuple[OverlappedCollectives | ExpertExchange, int], ...] = ()
 
     def __add__(self, other: Work) -> Work:
         return Work(**{name: value + getattr(other, name) for name, value in vars(self).items()})
@@ -294,7 +294,9 @@ def _in_layer(run: RunConfig, software: Software, work: Work) -> Work:
     return replace(
         work,
         collectives=(),
-        exchanges=((Exchange(collectives=collectives, first=first, overlapped=overlapped), 1),),
+        exchanges=(
+            (OverlappedCollectives(collectives=collectives, first=first, overlapped=overlapped), 1),
+        ),
     )
 
 
@@ -307,7 +309,9 @@ def _passed(run: RunConfig, work: Work, collectives: Collectives) -> Work:
     return replace(
         work,
         collectives=(),
-        exchanges=((Exchange(collectives=collectives, first=None, overlapped=hiding), 1),),
+        exchanges=(
+            (OverlappedCollectives(collectives=collectives, first=None, overlapped=hiding), 1),
+        ),
     )
 
 

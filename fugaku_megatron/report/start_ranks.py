@@ -25,7 +25,7 @@ def default_ranks() -> int:
     domain, as memory allows.
     """
     from ..host import allocator, cgroup
-    from ..host.placement import proposed_ranks
+    from ..host.cpu_binding import proposed_ranks
     from ..host.topology import Node
 
     node = Node.read()

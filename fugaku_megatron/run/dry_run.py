@@ -22,8 +22,8 @@ from ..costs.run_schedule import recomputed_layers
 from ..costs.stages import stage_layers
 from ..costs.vocabulary import vocabulary_text
 from ..data.chat.chat_dataset import lost_lines, packing_lines
-from ..host.placement import map_ranks, rank_line
-from ..host.placement_problems import problems
+from ..host.binding_problems import problems
+from ..host.cpu_binding import map_ranks, rank_line
 from ..host.topology import Node
 from ..nn.model import Stage
 from ..nn.ops import Ops

@@ -25,7 +25,7 @@ from ..data.reader_group import ReaderBatches, ReaderGroup
 from ..data.sampler import BatchSizes, StepSamples, consecutive, first_sample, micro_batches
 from ..data.token_arrays import TokenArrays
 from ..nn.attention.sequence_ranks import own_segments, positions
-from ..nn.forward_context import Documents
+from ..nn.forward_context import PackedDocuments
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class MicroBatch:
     samples: Tensor | None
     first_sample: int
     marks: Tensor | None = None
-    documents: Documents = Documents()
+    documents: PackedDocuments = PackedDocuments()
     rows: Tensor | None = None
 
     def _own(self, whole: Tensor) -> Tensor:
@@ -250,16 +250,16 @@ class RunBatches:
             return self.groups.tp.broadcast(samples)
 
 
-def documents_of(marks: Tensor, data: DataConfig) -> Documents:
+def documents_of(marks: Tensor, data: DataConfig) -> PackedDocuments:
     """Return document starts, positions and padding from marks (s + 1, b), as the data flags ask."""
     padded = padding(marks)
     if not (data.masks_attention or data.restarts_positions):
-        return Documents(padding=padded)
+        return PackedDocuments(padding=padded)
     starts = document_starts(marks)
     positions = (
         torch.arange(starts.shape[1], dtype=torch.int32).unsqueeze(1) - starts.t().contiguous()
     )
-    return Documents(
+    return PackedDocuments(
         starts=starts if data.masks_attention else None,
         positions=positions if data.restarts_positions else None,
         padding=padded,

@@ -426,7 +426,9 @@ def chunks_of_shared_memory(comm):
 def run_node(world):
     """Check that shared memory works and starts no thread."""
     torch.empty(2**20).zero_()  # this thread's own OpenMP threads
-    world.engine.call(lambda: runtime.apply_to_communication(runtime.Placement(1, ()), Node.read()))
+    world.engine.call(
+        lambda: runtime.apply_to_communication(runtime.CpuBinding(1, ()), Node.read())
+    )
     shared = node.share_node(world, kernels)
     assert type(shared) is node.NodeComm
     threads = len(os.listdir("/proc/self/task"))

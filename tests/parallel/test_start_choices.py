@@ -17,7 +17,7 @@ from fugaku_megatron.costs.attention import attention_workspace_bytes
 from fugaku_megatron.costs.memory import stage_memory
 from fugaku_megatron.observe.resources import memory_watch as memory_module
 from fugaku_megatron.pipeline.schedule_names import AUTO
-from fugaku_megatron.planner import memory, search
+from fugaku_megatron.planner import peak_memory, search
 from fugaku_megatron.planner.system import System
 from fugaku_megatron.run import limits
 from fugaku_megatron.run.dry_run import report
@@ -174,7 +174,7 @@ def test_it_is_the_planners_schedule(auto):
         }
     )
     plans = search.search(run, SYSTEM, held).plans
-    room = memory.tensor_room(run, layout, SYSTEM)
+    room = peak_memory.tensor_room(run, layout, SYSTEM)
     found = [c for c in search.scheduled(run, layout, SYSTEM, room) if c.fits]
     assert [c.seconds for c in found] == pytest.approx([plan.seconds for plan in plans])
     assert chosen == found[0].run == plans[0].run and not chosen.training.recompute_auto
@@ -186,10 +186,10 @@ def test_it_is_the_planners_schedule(auto):
 
 def test_what_does_not_fit_is_not_taken():
     run, layout = medium()
-    room = memory.tensor_room(run, layout, SYSTEM)
+    room = peak_memory.tensor_room(run, layout, SYSTEM)
     found = search.scheduled(run, layout, SYSTEM, room)
     limits = [
-        memory.peak_mib(
+        peak_memory.peak_mib(
             c.run,
             layout,
             SYSTEM,

@@ -26,7 +26,7 @@ def alone(capsys, monkeypatch):
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(loss_plot, "start_loss_curve", lambda *words: subprocess.Popen(["true"]))
-    before = runtime.Placement(torch.get_num_threads(), ())
+    before = runtime.CpuBinding(torch.get_num_threads(), ())
 
     torch.set_num_threads(1)
 
@@ -41,7 +41,7 @@ def alone(capsys, monkeypatch):
         return launch.Result(ended, *capsys.readouterr(), seconds=0.0).check(code)
 
     yield run
-    runtime.apply_placement(before, False)
+    runtime.apply_binding(before, False)
 
 
 @pytest.fixture

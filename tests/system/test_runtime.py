@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fugaku_megatron.host import machine, runtime
-from fugaku_megatron.host.placement import Placement
+from fugaku_megatron.host.cpu_binding import CpuBinding
 from fugaku_megatron.host.runtime import ExitTimer
 from fugaku_megatron.start.signals import STOP_SIGNALS, StopSignals
 
@@ -104,7 +104,7 @@ def test_the_summary_is_one_line_with_what_matters():
         "MPICH Version:\t4.3\nrelease",
         12,
         ranks_on_node=2,
-        placement=Placement(6, tuple(range(6))),
+        binding=CpuBinding(6, tuple(range(6))),
         memory="glibc 2.28",
         ghz=2.0,
     )

@@ -39,7 +39,7 @@ from fugaku_megatron.costs.parameters import model_parameters
 from fugaku_megatron.inference.generation import Decoder
 from fugaku_megatron.inference.loading import load_model
 from fugaku_megatron.nn.attention.rotary_angles import frequencies, rotary_angles
-from fugaku_megatron.nn.forward_context import Documents, Pass
+from fugaku_megatron.nn.forward_context import PackedDocuments, Pass
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.training import expert_counts
 from tests.file_damage import MISSING, changed
@@ -304,7 +304,7 @@ def check_training(
     directory: Path,
     backend: str,
     loss_of: Loss = cross_entropy,
-    documents: Documents | None = None,
+    documents: PackedDocuments | None = None,
     **changes: object,
 ) -> None:
     """Compare the loss and the gradient of every weight, norms and biases included. loss_of: of transformers' model"""
@@ -330,7 +330,7 @@ def check_training(
     expected.backward()
     trainer.optimizer.zero_grad()
     loss = trainer.stage.last(
-        tokens, labels, Pass(first_sample=0, documents=documents or Documents())
+        tokens, labels, Pass(first_sample=0, documents=documents or PackedDocuments())
     )
     loss.backward()
     balance = sum(
@@ -386,7 +386,9 @@ def test_the_same_loss_and_gradients_of_documents(converted, backend):
         ]
         return torch.stack(sums).sum() / tokens.numel()
 
-    check_training(converted.model, converted.theirs, backend, loss, Documents(starts, positions))
+    check_training(
+        converted.model, converted.theirs, backend, loss, PackedDocuments(starts, positions)
+    )
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])

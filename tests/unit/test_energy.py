@@ -9,8 +9,8 @@ import pytest
 from fugaku_megatron.comm.agreement import find_nodes
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.host import machine
+from fugaku_megatron.host.cpu_binding import CpuBinding
 from fugaku_megatron.host.energy import Counter, Counters, header_constants
-from fugaku_megatron.host.placement import Placement
 from fugaku_megatron.observe.log import log_command, loss_plot
 from fugaku_megatron.observe.log.iteration_metrics import IterationMetrics, parse_line
 from fugaku_megatron.observe.log.run_log import LogReader
@@ -89,7 +89,7 @@ def test_without_counters_the_start_says_so_once(tmp_path):
         == "no energy counter (RAPL cannot be read: chmod a+r its energy files as root)"
     )
     line = machine.summary(
-        "MPICH", 2, ranks_on_node=1, placement=Placement(2, ()), memory="glibc 2.28", ghz=2.0
+        "MPICH", 2, ranks_on_node=1, binding=CpuBinding(2, ()), memory="glibc 2.28", ghz=2.0
     )
     assert ", no energy counter, torch " in line
 

@@ -20,8 +20,7 @@ from fugaku_megatron.costs.parameters import stage_parameters
 from fugaku_megatron.costs.records import Collective
 from fugaku_megatron.costs.stages import quantized_elements, recompute_groups, stage_records
 from fugaku_megatron.pipeline.in_flight import InFlight
-from fugaku_megatron.planner import machine, model, software, work
-from fugaku_megatron.planner import memory as perf_memory
+from fugaku_megatron.planner import machine, model, peak_memory, software, work
 from fugaku_megatron.planner.cost import MMAP_BYTES, Network, Rank
 from fugaku_megatron.planner.machine import MIB, load
 from fugaku_megatron.planner.software import MemoryParameters, Parameters
@@ -611,7 +610,7 @@ def test_sixteen_bits_keep_what_korthikanti_equation_2_says(tp):
     b = 1
     h = run.model.hidden_size
     a = run.model.num_attention_heads
-    assert perf_memory.layer_saved_bytes(run) == pytest.approx(
+    assert peak_memory.layer_saved_bytes(run) == pytest.approx(
         s * b * h * (10 + 24 / tp + 5 * a * s / (h * tp))
     )
 
@@ -619,7 +618,7 @@ def test_sixteen_bits_keep_what_korthikanti_equation_2_says(tp):
 def test_memory_of_stages():
     run = gpt_124m()
     layout = Layout(1, 1, 1, 1)
-    used = perf_memory.stage_mib(run, layout, 0, software.load("fugaku_megatron"), 1, PLAIN)
+    used = peak_memory.stage_mib(run, layout, 0, software.load("fugaku_megatron"), 1, PLAIN)
     held = memory.stage_memory(run, layout, 0, [InFlight((1,), (0,))]).total
     assert used == pytest.approx((held + attention_workspace_bytes(run, 1)) / MIB)
     cut = ParallelConfig(tensor_model_parallel_size=8, pipeline_model_parallel_size=48)
@@ -628,14 +627,14 @@ def test_memory_of_stages():
     layout = Layout(384, 8, 48, 1)
 
     def used(run, stage):
-        return perf_memory.stage_mib(run, layout, stage, EAGER, 1, PLAIN)
+        return peak_memory.stage_mib(run, layout, stage, EAGER, 1, PLAIN)
 
     assert used(plain, 0) > used(plain, 1) > used(plain, 40)
     assert used(full, 0) < used(plain, 0) / 2
     parameters = MemoryParameters(base_mib=0, peer_mib=0, state_bytes=4, sharded_bytes=12)
     run = replace(gpt_124m(), parallel=ParallelConfig(zero_stage=1))
     alone, eight = (
-        perf_memory.stage_mib(run, Layout(n, 1, 1, n), 0, EAGER, 1, parameters) for n in (1, 8)
+        peak_memory.stage_mib(run, Layout(n, 1, 1, n), 0, EAGER, 1, parameters) for n in (1, 8)
     )
     assert (alone - eight) * MIB == pytest.approx(12 * 7 / 8 * stage_parameters(run, 0))
     for ranks in (1, 4):

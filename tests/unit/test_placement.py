@@ -15,8 +15,9 @@ import torch
 from fugaku_megatron.comm import node as shared_node
 from fugaku_megatron.host import cgroup, kernels, runtime, topology
 from fugaku_megatron.host.allocator import usage
-from fugaku_megatron.host.placement import (
-    Placement,
+from fugaku_megatron.host.binding_problems import problems
+from fugaku_megatron.host.cpu_binding import (
+    CpuBinding,
     Rank,
     map_ranks,
     mapping,
@@ -24,7 +25,6 @@ from fugaku_megatron.host.placement import (
     proposed_ranks,
     requested_threads,
 )
-from fugaku_megatron.host.placement_problems import problems
 from fugaku_megatron.host.topology import Node, format_list, parse_list
 from tests.checks.topology import SERVERS, _write, tree
 
@@ -36,13 +36,13 @@ def test_a_whole_server_gets_a_rank_for_each_domain(tmp_path, name):
     assert node.describe() == text
     assert proposed_ranks(node, [node.cpus], {}, None) == ranks
     placed = map_ranks(node, ranks)
-    assert [format_list(rank.placement.cpus) for rank in placed] == cores
-    assert {rank.placement.threads for rank in placed} == {threads} and problems(
+    assert [format_list(rank.binding.cpus) for rank in placed] == cores
+    assert {rank.binding.threads for rank in placed} == {threads} and problems(
         node, placed, {}
     ) == []
     allowed = [node.cpus for _ in range(ranks)]
     assert [place(node, allowed, i, {}).cpus for i in range(ranks)] == [
-        rank.placement.cpus for rank in placed
+        rank.binding.cpus for rank in placed
     ], "as a real start places them"
     alone = problems(node, map_ranks(node, 1), {})
     assert (
@@ -60,15 +60,15 @@ def test_cpus_that_alternate_between_domains_and_memory_without_cpus(tmp_path):
         4: []
     }  # Intel's older numbering, and a GPU's memory
     node = Node.read(tree(tmp_path, domains, 1, 16, lambda cpu: (cpu % 8, cpu % 8 + 8)))
-    assert [rank.placement.cpus for rank in map_ranks(node, 4)] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert [rank.binding.cpus for rank in map_ranks(node, 4)] == [(0, 4), (1, 5), (2, 6), (3, 7)]
     assert "rank 1: 2 threads pinned to cores 1,5 (domain 1)" in mapping(node, map_ranks(node, 4))
-    assert [rank.placement.cpus for rank in map_ranks(node, 2)] == [(0, 4, 1, 5), (2, 6, 3, 7)]
-    assert [rank.placement.cpus for rank in map_ranks(node, 8)][:3] == [(0,), (4,), (1,)]
+    assert [rank.binding.cpus for rank in map_ranks(node, 2)] == [(0, 4, 1, 5), (2, 6, 3, 7)]
+    assert [rank.binding.cpus for rank in map_ranks(node, 8)][:3] == [(0,), (4,), (1,)]
 
 
 def test_uneven_domains_stay_whole(tmp_path):
     node = Node.read(tree(tmp_path, {0: range(14), 1: range(14, 26)}, 1, 32))
-    assert [format_list(rank.placement.cpus) for rank in map_ranks(node, 2)] == ["0-13", "14-25"]
+    assert [format_list(rank.binding.cpus) for rank in map_ranks(node, 2)] == ["0-13", "14-25"]
     assert "domains of 12 to 14 cores" in node.describe()
 
 
@@ -124,7 +124,7 @@ def test_a_cgroup_of_three_cpus_proposes_no_rank_more(tmp_path):
         and proposed_ranks(node, [node.cpus], {}, 30.0) == 2
     )
     one = Rank(0, tuple(node.cpus), place(node, [node.cpus], 0, {}, 3.0))
-    assert one.placement.cpus == (0, 1, 2) and problems(node, [one], {}, 3.0) == []
+    assert one.binding.cpus == (0, 1, 2) and problems(node, [one], {}, 3.0) == []
     assert mapping(node, [one]).endswith(
         "rank 0: 3 threads pinned to cores 0-2 (domain 0), limited by the cgroup's quota of 3 CPUs"
     )
@@ -251,7 +251,7 @@ def test_the_thread_that_calls_mpi_stays_near_the_ranks_cores(tmp_path):
     found = []
 
     def work():
-        runtime.apply_to_communication(Placement(1, (cpu,)), Node.read())
+        runtime.apply_to_communication(CpuBinding(1, (cpu,)), Node.read())
         found.append(os.sched_getaffinity(0))
 
     thread = threading.Thread(target=work)
@@ -324,16 +324,16 @@ def test_ranks_of_a_node_and_communication_get_its_cores(fugaku):
     places = [place(fugaku, [ALL] * 4, rank, {}) for rank in range(4)]
     assert [p.cpus for p in places] == [tuple(range(12 + 12 * i, 24 + 12 * i)) for i in range(4)]
     assert {p.threads for p in places} == {12}
-    assert place(fugaku, [ALL], 0, {}) == Placement(48, tuple(range(12, 60)))
+    assert place(fugaku, [ALL], 0, {}) == CpuBinding(48, tuple(range(12, 60)))
     masks = [list(range(12 + 12 * i, 24 + 12 * i)) for i in range(4)]
-    assert place(fugaku, masks, 2, {}) == Placement(12, tuple(masks[2]))
+    assert place(fugaku, masks, 2, {}) == CpuBinding(12, tuple(masks[2]))
     assert place(fugaku, [masks[0]] * 2, 1, {}, None, "pin").cpus == tuple(range(18, 24))
-    assert place(fugaku, [ALL], 0, {}, reserve=True) == Placement(47, tuple(range(12, 59)), 59)
-    assert place(fugaku, [ALL] * 2, 1, {"OMP_NUM_THREADS": "23"}) == Placement(
+    assert place(fugaku, [ALL], 0, {}, reserve=True) == CpuBinding(47, tuple(range(12, 59)), 59)
+    assert place(fugaku, [ALL] * 2, 1, {"OMP_NUM_THREADS": "23"}) == CpuBinding(
         23, tuple(range(36, 59)), 59
     )
     assert place(fugaku, [ALL], 0, {"OMP_NUM_THREADS": "48"}, reserve=True).communication is None
-    assert place(fugaku, [ALL] * 4, 3, {}, reserve=True) == Placement(
+    assert place(fugaku, [ALL] * 4, 3, {}, reserve=True) == CpuBinding(
         12, tuple(range(48, 60))
     )  # too few
     part = [*range(12, 24), 30, 31]
@@ -353,8 +353,8 @@ def test_ranks_of_a_node_and_communication_get_its_cores(fugaku):
     ],
 )
 def test_who_is_not_pinned(fugaku, environ, affinity, masks, why):
-    placement = place(fugaku, masks, 0, environ, None, affinity)
-    assert placement.cpus == () and placement.why == why
+    binding = place(fugaku, masks, 0, environ, None, affinity)
+    assert binding.cpus == () and binding.why == why
 
 
 CHILD = """
@@ -365,7 +365,7 @@ cpus = tuple(int(c) for c in sys.argv[1].split(","))
 torch.set_num_threads(len(cpus))
 torch.ones(1 << 22).mul_(2)
 before = tasks()
-runtime.apply_placement(runtime.Placement(len(cpus), cpus), True)
+runtime.apply_binding(runtime.CpuBinding(len(cpus), cpus), True)
 print(kernels.thread_cpus())
 torch.ones(1 << 22).mul_(2)
 tiny = torch.full((1 << 16,), 1e-38)

@@ -43,7 +43,7 @@ from ..input.documents import Document, Skipped, read_documents
 from ..input.input_files import add_input_arguments, input_files
 from ..input.tables import CHAT
 from .encoder import Job, encode_all, encoder_of
-from .progress import Progress
+from .progress import PreprocessProgress
 from .unfinished import Unfinished
 
 # documents from which on 0.1 %, or 10 %, of them are enough to measure a loss
@@ -98,7 +98,7 @@ def preprocess(args: argparse.Namespace) -> None:
         )
     made_with = [identity(encoder.tokenizer), *astuple(job)[:-1]]  # without skip_invalid
     with Unfinished(args.output_prefix, made_with, files, len(job.keys), encoder.dtype) as work:
-        progress = Progress(work, total, args.log_interval)
+        progress = PreprocessProgress(work, total, args.log_interval)
         documents = read_documents(
             files, job.columns, work.journal.place, skipped, largest=args.max_document_bytes
         )
@@ -131,7 +131,7 @@ def tokenize(
     documents: Iterable[Document],
     workers: int,
     work: Unfinished,
-    progress: Progress,
+    progress: PreprocessProgress,
     skipped: Skipped,
 ) -> set[str]:
     """Add all documents that `work` lacks. Returns the ignored fields of chats."""

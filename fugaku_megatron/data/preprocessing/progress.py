@@ -11,7 +11,7 @@ from .encoder import Encoded
 from .unfinished import Unfinished
 
 
-class Progress:
+class PreprocessProgress:
     """Progress bar if stderr is a terminal and tqdm is installed, else a line every `interval`
     documents.
 

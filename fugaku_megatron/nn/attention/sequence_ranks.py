@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...comm.all_to_all import AllToAll
 from ...comm.autograd import map_rows
 from ...comm.base import Comm
-from ...comm.exchange import Exchange
 from ...costs.context_parallel import rank_segments, segment_numbers
 from .heads import Heads
 
@@ -48,7 +48,7 @@ def to_rank_order(x: Tensor, ranks: int) -> Tensor:
 def _exchanged(x: Tensor, cp: Comm) -> Tensor:
     """Exchange r rows of x (c r, b, w) with each rank."""
     rows = [len(x) // cp.size for _ in range(cp.size)]
-    return Exchange(cp, rows, rows).send(x)
+    return AllToAll(cp, rows, rows).send(x)
 
 
 def _to_heads(x: Tensor, cp: Comm) -> Tensor:

@@ -34,7 +34,7 @@ GRADIENTS = 2
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Visible pairs of a causal sequence. starts: see `Documents`."""
+    """Visible pairs of a causal sequence. starts: see `PackedDocuments`."""
 
     length: int
     window: int | None = None

@@ -41,7 +41,7 @@ def attention(
     """Attend from each token to the tokens before it, qkv -> (s, b, n d).
 
     window: token i attends to tokens j with i - window < j <= i.
-    starts: see `Documents`.
+    starts: see `PackedDocuments`.
     """
     if ops.is_native("attention"):
         mask = {"window": window, "starts": starts}

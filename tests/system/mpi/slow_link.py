@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from fugaku_megatron.comm.exchange import Exchange, GroupedExchange
+from fugaku_megatron.comm.all_to_all import AllToAll, GroupedAllToAll
 from fugaku_megatron.comm.job import run_or_abort
 
 WIDTH = 512
@@ -33,9 +33,9 @@ def main(world):
     rows = int(sys.argv[1])
     seconds = float(sys.argv[2])
     groups = int(sys.argv[3])
-    exchange = Exchange(world, [rows // groups] * 2, [rows // groups] * 2)
+    exchange = AllToAll(world, [rows // groups] * 2, [rows // groups] * 2)
     exchanges = [exchange for _ in range(groups)]
-    there, back = (GroupedExchange(exchanges, groups > 1) for _ in range(2))
+    there, back = (GroupedAllToAll(exchanges, groups > 1) for _ in range(2))
     x = torch.randn(2 * rows, WIDTH, requires_grad=True)
     scores = torch.ones(2 * rows, 1, requires_grad=True)
     world.barrier()

@@ -22,7 +22,7 @@ _PINNING_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 
 
 @dataclass(frozen=True)
-class Placement:
+class CpuBinding:
     """cpus: empty if the system places the threads
     communication: core of the thread that calls MPI, if reserved
     why: limit on the threads, or reason for not pinning
@@ -40,7 +40,7 @@ class Rank:
 
     number: int
     mask: tuple[int, ...]
-    placement: Placement
+    binding: CpuBinding
     needed: int | None = None
 
 
@@ -90,7 +90,7 @@ def place(
     quota: float | None = None,
     affinity: str = "auto",
     reserve: bool = False,
-) -> Placement:
+) -> CpuBinding:
     """Place rank `index` on a node with these masks. ValueError as in `requested_threads`.
 
     Nothing is pinned with more threads than cores, if masks overlap without being equal, or if the user set OMP_PROC_BIND,
@@ -109,12 +109,12 @@ def place(
     if reserve and not requested and threads == len(cores) >= ENOUGH_CORES:
         threads -= 1
     why = f"limited by {why}" if why and not requested and limit < len(cores) else ""
-    placement = Placement(threads, (), why=why)
+    binding = CpuBinding(threads, (), why=why)
     unpinned = _unpinned(node, masks, environ, affinity)
     if unpinned or not cores or threads > len(cores) or any(set(masks[i]) != own for i in sharers):
-        return replace(placement, why=", ".join(filter(None, (why, unpinned))))
+        return replace(binding, why=", ".join(filter(None, (why, unpinned))))
     communication = cores[threads] if threads < len(cores) else None
-    return replace(placement, cpus=tuple(cores[:threads]), communication=communication)
+    return replace(binding, cpus=tuple(cores[:threads]), communication=communication)
 
 
 def _unpinned(
@@ -147,19 +147,19 @@ def map_ranks(node: Node, count: int, needed: int | None = None) -> list[Rank]:
 
 
 def used(node: Node, rank: Rank) -> dict[int, list[int]]:
-    return node.parts(rank.placement.cpus or rank.mask)
+    return node.parts(rank.binding.cpus or rank.mask)
 
 
 def rank_line(node: Node, rank: Rank) -> str:
-    placement = rank.placement
+    binding = rank.binding
     where = used(node, rank)
-    words = "pinned to" if placement.cpus else "on"
+    words = "pinned to" if binding.cpus else "on"
     cores = format_list(cpu for part in where.values() for cpu in part)
-    threads = plural(placement.threads, "thread")
+    threads = plural(binding.threads, "thread")
     core_noun = "cores" if "," in cores or "-" in cores else "core"
     domain_noun = "domains" if len(where) > 1 else "domain"
     text = f"rank {rank.number}: {threads} {words} {core_noun} {cores} ({domain_noun} {format_list(where)})"
-    return f"{text}, {placement.why}" if placement.why else text
+    return f"{text}, {binding.why}" if binding.why else text
 
 
 def mapping(node: Node, ranks: Sequence[Rank]) -> str:

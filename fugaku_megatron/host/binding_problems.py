@@ -1,10 +1,10 @@
-"""Defects of a node's placement."""
+"""Defects in the binding of a node's ranks to CPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .placement import Environment, Rank, proposed_ranks, used
+from .cpu_binding import Environment, Rank, proposed_ranks, used
 from .topology import Node, format_list, plural
 
 SMALL_MEMORY = 0.5  # of the largest domain's memory
@@ -61,7 +61,7 @@ def _sharing(node: Node, ranks: Sequence[Rank]) -> str | None:
             cores = group[1] | cores
         groups.append((members, cores))
     for members, cores in groups:
-        threads = sum(rank.placement.threads for rank in members)
+        threads = sum(rank.binding.threads for rank in members)
         if threads > len(cores):
             numbers = [rank.number for rank in members]
             return (
@@ -73,7 +73,7 @@ def _sharing(node: Node, ranks: Sequence[Rank]) -> str | None:
 
 
 def _over_quota(ranks: Sequence[Rank], quota: float | None) -> str | None:
-    threads = sum(rank.placement.threads for rank in ranks)
+    threads = sum(rank.binding.threads for rank in ranks)
     if quota is None or threads <= quota:
         return None
     return (

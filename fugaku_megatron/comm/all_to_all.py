@@ -17,7 +17,7 @@ from .base import DONE, Comm, Handle, rank_order_sum
 
 
 @dataclass(frozen=True)
-class Exchange:
+class AllToAll:
     """Row counts of an all-to-all: sent[i] rows to rank i, received[i] rows from rank i."""
 
     comm: Comm
@@ -25,8 +25,8 @@ class Exchange:
     received: Sequence[int]
 
     @property
-    def back(self) -> Exchange:
-        return Exchange(self.comm, self.received, self.sent)
+    def back(self) -> AllToAll:
+        return AllToAll(self.comm, self.received, self.sent)
 
     def start(
         self, rows: Tensor, result: Tensor | None = None, blocking: bool = False
@@ -57,14 +57,14 @@ class Exchange:
         return rows.new_empty(1).expand(self.sent[0], *rows.shape[1:])
 
 
-def copy_rows(rows: Tensor, exchange: Exchange) -> Tensor:
+def copy_rows(rows: Tensor, exchange: AllToAll) -> Tensor:
     """Gather every rank's rows (n, h) -> (m, h); backward sums the copies' gradients."""
     if exchange.comm.size == 1:
         return rows
     return map_rows(rows, exchange.send_copies, exchange.sum_copies)
 
 
-def sum_copied_rows(rows: Tensor, exchange: Exchange, needs_values: bool = True) -> Tensor:
+def sum_copied_rows(rows: Tensor, exchange: AllToAll, needs_values: bool = True) -> Tensor:
     """Sum rows (m, h) computed from copies -> (n, h); backward sends gradients to all ranks."""
     if exchange.comm.size == 1:
         return rows
@@ -72,11 +72,11 @@ def sum_copied_rows(rows: Tensor, exchange: Exchange, needs_values: bool = True)
     return map_rows(rows, forward, exchange.send_copies)
 
 
-class GroupedExchange:
+class GroupedAllToAll:
     """Dispatch or combine by expert group, overlapped with computation in forward and backward.
 
-        there = GroupedExchange(exchanges, overlaps=True)
-        back = GroupedExchange(exchanges, overlaps=True)
+        there = GroupedAllToAll(exchanges, overlaps=True)
+        back = GroupedAllToAll(exchanges, overlaps=True)
         token = there.dispatch(rows, factors)                start all groups; rows are ordered by group
         for i in there.sequence:
             rows, factors = there.dispatched(i, token)       while later groups are in flight
@@ -91,7 +91,7 @@ class GroupedExchange:
     """
 
     def __init__(
-        self, exchanges: Sequence[Exchange], overlaps: bool, sequence: Sequence[int] | None = None
+        self, exchanges: Sequence[AllToAll], overlaps: bool, sequence: Sequence[int] | None = None
     ) -> None:
         self.exchanges = exchanges
         self.overlaps = overlaps
