@@ -1,54 +1,60 @@
-"""Measure this host and write it as a machine for predict and plan: clock, FMA peak, bandwidth, kernels, MPI latency and rates.
-
-    mpiexec -n 2 fugaku-megatron calibrate --output host.json
-    fugaku-megatron predict --machine host.json ...
-
-Start as many ranks as a training run has: all measure at the same time and share caches, memory and network as in training.
-A node's rates are the sums over its ranks; matmuls are also measured by one rank with all threads of the node.
-Left out: matmuls in 16 bits, which predict counts as FP32's.
-"""
+"""Rates of one rank, of a node and of its network, and the machine's description that follows from them."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from ..cli.output_files import check_file, writing
-from ..config.fields import check
+import torch
+
+from ..comm.base import Comm
+from ..host.allocator import peak_memory_mib
+from ..host.machine import clock_ghz, fma_peak_gflops, triad_gbs
+from ..host.timing import best_seconds
 from ..planner.machine import FP32, INT8
 from ..text.numbers import rounded
-from ..text.written_files import named_file
+from . import host_kernels
 
-if TYPE_CHECKING:
-    from ..comm.base import Comm
-
-SIZES = (128, 256, 512, 1024, 2048)  # of the square matmuls
-ROUNDS = 5
 FMA_STEPS = 2_000_000  # iterations of the FMA loop
-CLOCK_STEPS = 50_000_000  # iterations of the clock loop
-TRIAD_ELEMENTS = 1 << 25  # three arrays of 128 MiB: beyond the caches
+CLOCK_STEPS = 25  # iterations of the clock loop for each of the FMA loop
+MESSAGE_ROUNDS = 5
 SMALL = 8  # bytes of the message that measures latency
 LARGE = 4 << 20  # bytes of the message that measures bandwidth
-REDUCED = (
-    128 << 20
-)  # bytes of the vector whose all-reduce is timed: as gradients, beyond the caches
-MIN_CLOCK_SHARE = 0.8  # of the clock that the system reports, or of the fastest core's
 ALONE_ALPHA_US = 1.0  # assumed latency if there is one rank
 ALONE_COPIES = 4  # memory passes of its messages: two copies, each reads and writes
 USABLE = 0.9  # share of a node's memory that a job may use
+NEXT_LENGTH = 4  # times the attention of a length, for the next one, which is twice as long
 
 Points = tuple[tuple[int, float], ...]  # (n, GFLOP/s) of n x n x n matmuls
 Rates = dict[str, Points]  # by precision
 PRECISIONS = (FP32, INT8)  # that predict distinguishes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """Sizes of the measured operations, beyond the caches.
+
+    sizes: square matmuls; cold_bytes: all their operands
+    lengths: sequences of attention
+    triad, elements: vectors of STREAM and of the optimizer
+    reduced: bytes of the large all-reduce
+    fma_steps: iterations of the FMA loop
+    """
+
+    sizes: tuple[int, ...] = (128, 256, 512, 1024, 2048)
+    cold_bytes: int = 256 << 20
+    lengths: tuple[int, ...] = (512, 1024, 2048)
+    triad: int = 1 << 25
+    elements: int = 1 << 24
+    reduced: int = 128 << 20
+    rounds: int = 5
+    fma_steps: int = FMA_STEPS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,30 +104,41 @@ class NetworkRates(NamedTuple):
     reduce_gbs: float | None = None
 
 
-def measure_compute() -> Compute:
-    """Measure this rank's FLOP rates, memory bandwidth, kernel rates and step overhead."""
-    import torch
+def measure_compute(
+    scale: Scale,
+    precisions: Sequence[str] = PRECISIONS,
+    choose_sizes: Callable[[], Sequence[int]] | None = None,
+    left: Callable[[], float] = lambda: math.inf,
+) -> Compute:
+    """Measure this rank's FLOP rates, memory bandwidth, kernel rates and step overhead.
 
-    from ..host.allocator import peak_memory_mib
-    from ..host.machine import clock_ghz, fma_peak_gflops, triad_gbs
-    from . import host_kernels
-
+    choose_sizes: called before the matmuls; None: the scale's sizes
+    left: seconds; longer sequences need half of them
+    """
     process = peak_memory_mib()
-    fma = fma_peak_gflops(1 + ROUNDS, FMA_STEPS)
-    clock = clock_ghz(CLOCK_STEPS)
-    triad = triad_gbs(TRIAD_ELEMENTS)
+    fma = fma_peak_gflops(1 + scale.rounds, scale.fma_steps)
+    clock = clock_ghz(CLOCK_STEPS * scale.fma_steps)
+    triad = triad_gbs(scale.triad)
+    attention = []
+    for s in scale.lengths:
+        before = left()
+        attention.append((s, *host_kernels.attention_gflops(s)))
+        if left() / 2 < NEXT_LENGTH * (before - left()):
+            break
+    sizes = choose_sizes() if choose_sizes else scale.sizes
+    gemm = measure_gemm(sizes, scale.cold_bytes, precisions)
     call_us, iteration_s = host_kernels.step_overhead()
     return Compute(
         threads=torch.get_num_threads(),
         clock_ghz=clock,
         fma_gflops=fma,
-        int8_gops=fma_peak_gflops(1 + ROUNDS, FMA_STEPS, int8=True),
+        int8_gops=fma_peak_gflops(1 + scale.rounds, scale.fma_steps, int8=True),
         triad_gbs=triad,
-        gemm=measure_gemm(),
-        attention=tuple((s, *host_kernels.attention_gflops(s)) for s in host_kernels.LENGTHS),
+        gemm=gemm,
+        attention=tuple(attention),
         call_us=call_us,
-        dropout_flops=host_kernels.dropout_flops(host_kernels.LENGTHS[1], fma),
-        elementwise_gbs=host_kernels.elementwise_gbs(),
+        dropout_flops=host_kernels.dropout_flops(attention[:2][-1][0], fma),
+        elementwise_gbs=host_kernels.elementwise_gbs(scale.elements),
         iteration_s=iteration_s,
         process_mib=process,
         bf16x3=host_kernels.bf16x3_share(),
@@ -129,25 +146,17 @@ def measure_compute() -> Compute:
 
 
 def measure_gemm(
-    sizes: Sequence[int] | None = None,
-    cold_bytes: int | None = None,
-    precisions: Sequence[str] = PRECISIONS,
+    sizes: Sequence[int], cold_bytes: int, precisions: Sequence[str] = PRECISIONS
 ) -> Rates:
     """Return (n, GFLOP/s) of n x n x n matmuls by precision. cold_bytes: as in `gemm_gflops`"""
-    from . import host_kernels
-
     return {
-        precision: tuple(
-            (n, host_kernels.gemm_gflops(n, cold_bytes, precision)) for n in sizes or SIZES
-        )
+        precision: tuple((n, host_kernels.gemm_gflops(n, cold_bytes, precision)) for n in sizes)
         for precision in precisions
     }
 
 
-def measure_team(world: Comm, threads: int, measure: Callable[[], Rates] = measure_gemm) -> Rates:
+def measure_team(world: Comm, threads: int, measure: Callable[[], Rates]) -> Rates:
     """Measure square matmuls on rank 0 with `threads` threads; the node's other ranks sleep and return {}. Collective."""
-    import torch
-
     name = None
     if world.rank == 0:
         handle, name = tempfile.mkstemp()
@@ -182,10 +191,6 @@ def fit_curve(points: Sequence[tuple[int, float]], peak_gflops: float) -> tuple[
 
 def ping_pong(world: Comm, partner: int, bytes: int) -> float:
     """Return seconds of a message between rank 0 and `partner`; meaningless on others. Collective."""
-    import torch
-
-    from ..host.timing import best_seconds
-
     tensor = torch.zeros(bytes, dtype=torch.uint8)
     repeats = 100 if bytes < 1 << 16 else 10
     world.barrier()
@@ -201,7 +206,7 @@ def ping_pong(world: Comm, partner: int, bytes: int) -> float:
                 world.recv(tensor, 0)
                 world.send(tensor, 0)
 
-    return best_seconds([exchange], ROUNDS) / repeats / 2
+    return best_seconds([exchange], MESSAGE_ROUNDS) / repeats / 2
 
 
 def measure_messages(world: Comm, partner: int) -> Messages:
@@ -234,12 +239,8 @@ def measure_network(world: Comm, places: Sequence[object], reduced: int) -> Netw
 
 def all_reduce_gbs(world: Comm, bytes: int) -> float:
     """Return GB/s of a large all-reduce: vector bytes over time. Collective."""
-    import torch
-
-    from ..host.timing import best_seconds
-
     vector = torch.zeros(bytes // 4)
-    best = best_seconds([lambda: world.all_reduce(vector)], ROUNDS)
+    best = best_seconds([lambda: world.all_reduce(vector)], MESSAGE_ROUNDS)
     return bytes / best / 1e9
 
 
@@ -359,74 +360,3 @@ def describe(
             for key, (value, source) in values.items()
         },
     }
-
-
-def disturbances(ranks: Sequence[Compute], nominal_ghz: float) -> list[str]:
-    """Return a line for each sign of other processes' disturbance. nominal_ghz: 0 if unknown"""
-    clocks = [rank.clock_ghz for rank in ranks]
-    lines = []
-    if nominal_ghz and min(clocks) < MIN_CLOCK_SHARE * nominal_ghz:
-        lines.append(
-            f"a core was measured at {min(clocks):.2f} GHz, the system says {nominal_ghz:.2f} GHz"
-        )
-    if min(clocks) < MIN_CLOCK_SHARE * max(clocks):
-        lines.append(f"cores were measured at {min(clocks):.2f} to {max(clocks):.2f} GHz")
-    return [
-        f"note: {line}: other processes may have disturbed the measurement; repeat it on an idle machine"
-        for line in lines
-    ]
-
-
-def check_world(world: Comm) -> None:
-    check(
-        world.size > 1,
-        "fugaku-megatron calibrate measures MPI too: start it as mpiexec -n 2 fugaku-megatron calibrate",
-    )
-
-
-def calibrate(world: Comm, output: Path) -> None:
-    """Measure and write `output`. Collective. ValueError for one rank."""
-    import psutil
-
-    from ..host.machine import measured_name
-
-    check_world(world)
-    hosts = world.all_gather_object(socket.gethostname())
-    world.barrier()
-    computed = world.all_gather_object(measure_compute())
-    network = measure_network(world, hosts, REDUCED)
-    node = [c for host, c in zip(hosts, computed) if host == hosts[0]]
-    threads = sum(c.threads for c in node)
-    team = measure_team(world, threads)
-    if world.rank:
-        return
-    memory_gib = psutil.virtual_memory().total / 2**30
-    data = describe(measured_name(threads), node, team, network, memory_gib)
-    with writing("--output", output), open(output, "w", opener=named_file) as file:
-        file.write(json.dumps(data, indent=1) + "\n")
-    try:
-        nominal_ghz = psutil.cpu_freq().current / 1e3
-    except (AttributeError, NotImplementedError, OSError):  # unknown
-        nominal_ghz = 0.0
-    print(f"wrote {output}", *disturbances(node, nominal_ghz), sep="\n")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("host.json"),
-        metavar="FILE",
-        help="the machine's file (default: host.json)",
-    )
-
-
-def main(args: argparse.Namespace) -> int:
-    from ..comm.job import init, run_or_abort
-
-    check_file("--output", args.output)
-    check(args.output.suffix == ".json", f"--output {args.output}: pass a name that ends in .json")
-    world = init()
-    check_world(world)  # the mistake of a single process must not end a program that called this
-    run_or_abort(lambda world: calibrate(world, args.output), world)
-    return 0

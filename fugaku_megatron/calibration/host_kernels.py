@@ -1,6 +1,6 @@
 """Rates of this project's kernels on this host as in a training step.
 
-Matmuls read operands outside the caches: each call uses other tensors out of COLD_BYTES bytes. They pack their weight, as
+Matmuls read operands outside the caches: each call uses other tensors out of `cold_bytes` bytes. They pack their weight, as
 without --cache-packed-weights, except in INT8, where weights are packed once for each optimizer step.
 """
 
@@ -24,15 +24,13 @@ from ..data.dataset import MockDataset
 from ..host import kernels
 from ..host.timing import best_seconds
 from ..planner import model, software
-from ..planner.machine import INT8
+from ..planner.machine import FP32, INT8
 from ..training.trainer import Trainer
 
-COLD_BYTES = 256 << 20  # bytes of all sets of operands together: beyond the caches of all cores
-LENGTHS = (512, 1024, 2048)  # sequence lengths at which attention is measured
 HEADS = 12
 HEAD_SIZE = 64
 BF16X3_SIZE = 1024
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {FP32: torch.float32, "bf16": torch.bfloat16}
 TINY = {
     "hidden_size": 32,
     "num_attention_heads": 4,
@@ -42,19 +40,18 @@ TINY = {
     "mock_data": True,
     "micro_batch_size": 1,
 }
-ELEMENTS = 1 << 24  # FP32 elements of a vector: 64 MiB
 STEPS = 15  # timed steps of a tiny model
 
 
-def gemm_gflops(n: int, cold_bytes: int | None = None, precision: str = "fp32") -> float:
+def gemm_gflops(n: int, cold_bytes: int, precision: str = FP32) -> float:
     """Measure GFLOP/s of n x n x n matmuls in FP32, BF16 or INT8.
 
     A third each is forward, data gradient and weight gradient; in INT8 half each is forward and data gradient, which
     quantize an FP32 operand.
 
-    cold_bytes: all operands in FP32; None: COLD_BYTES
+    cold_bytes: of all operands in FP32, beyond the caches of all cores
     """
-    sets = max(3, (cold_bytes or COLD_BYTES) // (12 * n * n))
+    sets = max(3, cold_bytes // (12 * n * n))
     call = _int8_call if precision == INT8 else partial(_call, dtype=DTYPES[precision])
     return 2 * n**3 / best_seconds([call(n, number) for number in range(sets)]) / 1e9
 
@@ -115,10 +112,9 @@ def dropout_flops(s: int, peak_gflops: float) -> float:
     return statistics.fmean(slower) * 4 * HEAD_SIZE * peak_gflops
 
 
-def elementwise_gbs(elements: int | None = None) -> float:
-    """Measure the optimizer's update, which reads four vectors and writes three."""
-    count = elements or ELEMENTS
-    weights, gradients, first, second = (torch.full((count,), 1e-3) for _ in range(4))
+def elementwise_gbs(elements: int) -> float:
+    """Measure the optimizer's update of FP32 vectors, which reads four and writes three."""
+    weights, gradients, first, second = (torch.full((elements,), 1e-3) for _ in range(4))
     update = {
         "lr": 1e-4,
         "beta1": 0.9,
@@ -130,7 +126,7 @@ def elementwise_gbs(elements: int | None = None) -> float:
         "copy": None,
     }
     best = best_seconds([lambda: kernels.adamw(weights, gradients, first, second, **update)])
-    return 28 * count / best / 1e9
+    return 28 * elements / best / 1e9
 
 
 def _tiny(layers: int, microbatches: int) -> RunConfig:

@@ -91,10 +91,10 @@ COMMANDS = {
     ),
     "report": ModuleCommand(
         "report.report_command",
-        "is this machine good for training? measure it, and send the page to others",
+        "is this machine good for training? measure it, and send the figures to others",
     ),
     "calibrate": ModuleCommand(
-        "calibration.calibrate",
+        "calibration.calibrate_command",
         "a machine that plan and predict do not know: measure this host for them",
     ),
     "tables": ModuleCommand(

@@ -10,8 +10,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from ..calibration import calibrate, host_kernels
-from ..calibration.calibrate import Compute, NetworkRates
+from ..calibration import calibrate
+from ..calibration.calibrate import NetworkRates
 from ..comm.base import Comm
 from ..comm.job import describe
 from ..comm.node import share_node
@@ -53,21 +53,10 @@ def communication_section(context: Context) -> JsonObject:
 
 def describe_machine(context: Context, network: NetworkRates) -> JsonObject:
     """Return the machine in calibrate's format. Collective."""
-    if not context.compute:  # --only without the section of kernels
-        measure_rates(context)
-    scale = context.scale
-    fma = context.compute["fma_gflops"]
-    call_us, iteration_s = host_kernels.step_overhead()
-    length = scale.lengths[1] if context.left > context.seconds / 2 else scale.lengths[0]
-    own = Compute(
-        **context.compute,
-        call_us=call_us,
-        iteration_s=iteration_s,
-        dropout_flops=host_kernels.dropout_flops(length, fma),
-        bf16x3=host_kernels.bf16x3_share(),
-    )
+    own = context.compute or measure_rates(context)  # --only without the section of kernels
     here = context.nodes.ranks.all_gather_object(own)
     threads = sum(rank.threads for rank in here)
+    scale = context.scale
     seconds = context.left
 
     def of_team() -> calibrate.Rates:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..calibration import calibrate
 from ..comm.agreement import Nodes
 from ..comm.base import Comm
 from ..host.energy import Counters
@@ -38,25 +39,18 @@ class Sizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scale:
-    """sizes: square matmuls; cold_bytes: all their operands
-    lengths: sequences of attention
-    triad, elements: vectors of STREAM and of the optimizer
+class Scale(calibrate.Scale):
+    """Sizes of all sections.
+
     elementwise: memory-bound kernels
-    messages: bytes of collectives; reduced: of the large all-reduce
+    messages: bytes of collectives
     model: changes to recipe 124m; layers: shape -> changes to its recipe
     sequences: the first length that fits into the time is used
     """
 
-    sizes: tuple[int, ...] = (128, 256, 512, 1024, 2048)
-    cold_bytes: int = 256 << 20
-    lengths: tuple[int, ...] = (512, 1024, 2048)
-    triad: int = 1 << 25
-    elements: int = 1 << 24
-    elementwise: Sizes = Sizes(rows=4096, cols=2048, heads=12, d=64, words=64)
     rounds: int = 3
+    elementwise: Sizes = Sizes(rows=4096, cols=2048, heads=12, d=64, words=64)
     messages: tuple[int, ...] = (1 << 14, 1 << 18, 1 << 22, 1 << 26)
-    reduced: int = 128 << 20
     model: JsonObject = field(default_factory=dict)
     layers: JsonObject = field(default_factory=dict)
     sequences: tuple[int, ...] = (2048, 1024, 512, 256)
@@ -104,7 +98,7 @@ class Context:
     free: float = 0.0
     seconds: float = 0.0
     begin: float = field(default_factory=time.monotonic)
-    compute: JsonObject = field(default_factory=dict)
+    compute: calibrate.Compute | None = None
     machine: JsonObject | None = None
 
     @property
@@ -115,7 +109,7 @@ class Context:
     @property
     def training_flops(self) -> float:
         """Return the rank's FLOP/s in training: a little below its matmuls."""
-        points = self.compute["gemm"][FP32] if self.compute else ()
+        points = self.compute.gemm[FP32] if self.compute else ()
         gflops = max((rate for _, rate in points), default=UNKNOWN_GFLOPS)
         return TRAINING_SHARE * gflops * 1e9
 

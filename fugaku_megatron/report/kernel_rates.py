@@ -10,30 +10,27 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..calibration import calibrate, host_kernels
+from ..calibration import host_kernels
+from ..calibration.calibrate import FMA_STEPS, Compute, measure_compute
 from ..host import kernel_costs, kernels
-from ..host.allocator import peak_memory_mib
-from ..host.machine import clock_ghz, fma_peak_gflops, triad_gbs
+from ..host.machine import fma_peak_gflops
 from ..host.timing import best_seconds
 from ..planner import machine
 from ..text.named_files import JsonObject
 from .context import SHRUNK, SHRUNK_GFLOPS, Context, Scale, Sizes
 
-EPSILON = 1e-5  # of norms
-DROPOUT = (0.1, 1, 2, 0)  # p, seed, stream, first sample
-ADAMW = (1e-3, 0.9, 0.95, 1e-8, 0.1, 3)  # lr, beta1, beta2, eps, weight decay, step
 TOLERANCE = {
     torch.float32: 2e-5,
     torch.bfloat16: 2e-2,
 }  # of the largest difference, relative to the largest value
-LSE = 3.0  # a plausible logarithm of a row's sum in attention
 
 
 class Numbers:
@@ -53,87 +50,106 @@ class Numbers:
         return torch.from_numpy(self._random.integers(0, limit, count))
 
 
-# kernel -> its arguments, by name of `Operands`
-CASES = {
-    "layer_norm": "rows columns columns rows zeros_r zeros_r epsilon",
-    "layer_norm_backward": "rows rows zeros_r ones_r columns rows zeros_c zeros_c",
-    "rms_norm": "rows columns rows zeros_r epsilon",
-    "rms_norm_backward": "rows rows ones_r columns rows zeros_c",
-    "bias_dropout_add": "rows columns rows rows dropout",
-    "bias_dropout_add_layer_norm": "rows columns rows rows columns columns rows zeros_r zeros_r epsilon dropout",
-    "dropout": "rows rows dropout",
-    "activate": "matrix none matrix",
-    "gate": "pairs matrix",
-    "gate_backward": "matrix pairs pairs",
-    "embedding": "tokens table matrix",
-    "embedding_backward": "tokens matrix zeros_table",
-    "rotary": "heads cos sin heads one",
-    "cross_entropy_forward": "logits tokens zeros_r zeros_r zeros_r",
-    "cross_entropy_backward": "logits zeros_r sums tokens zero mean zeros_logits",
-    "adamw": "vector vector vector squares adamw",
-    "squared_norm": "elements",
-    "linear_forward": "x weight y",
-    "linear_data_gradient": "y weight x",
-    "linear_weight_gradient": "y x zeros_weight",
-    "attention_forward": "qkv context zeros_lse",
-    "attention_backward": "qkv context lse context qkv",
+class Operand(NamedTuple):
+    """An argument of kernels, or a tuple of consecutive ones."""
+
+    build: Callable[[Numbers, Sizes], Any]
+
+
+def _angles(z: Sizes) -> Tensor:
+    return torch.arange(z.rows * z.d // 2).view(z.rows, -1) / 100
+
+
+ROWS = Operand(lambda numbers, z: numbers.normal(z.rows, 1, z.cols))
+COLUMNS = Operand(lambda numbers, z: numbers.normal(z.cols))
+MATRIX = Operand(lambda numbers, z: numbers.normal(z.rows, z.cols))
+PAIRS = Operand(lambda numbers, z: numbers.normal(z.rows, 2, z.cols))
+ELEMENTS = Operand(lambda numbers, z: numbers.normal(z.rows * z.cols))
+HEADS = Operand(lambda numbers, z: numbers.normal(z.rows, 1, 3 * z.heads, z.d))
+TABLE = Operand(lambda numbers, z: numbers.normal(z.words, z.cols))
+TOKENS = Operand(lambda numbers, z: numbers.below(z.words, z.rows))
+LOGITS = Operand(lambda numbers, z: numbers.single(z.rows, z.words))
+VECTOR = Operand(lambda numbers, z: numbers.single(z.rows * z.cols))
+SQUARES = Operand(lambda numbers, z: numbers.single(z.rows * z.cols).square())
+INPUT = Operand(lambda numbers, z: numbers.normal(z.m, z.k))
+WEIGHT = Operand(lambda numbers, z: numbers.normal(z.n, z.k))
+OUTPUT = Operand(lambda numbers, z: numbers.normal(z.m, z.n))
+QKV = Operand(lambda numbers, z: numbers.normal(z.s, 1, 3 * z.heads * z.d))
+CONTEXT = Operand(lambda numbers, z: numbers.normal(z.s, 1, z.heads * z.d))
+# Zeros: results, and sums that a kernel adds to.
+ROW_SUMS = Operand(lambda numbers, z: torch.zeros(z.rows))
+COLUMN_SUMS = Operand(lambda numbers, z: torch.zeros(z.cols))
+TABLE_SUMS = Operand(lambda numbers, z: torch.zeros(z.words, z.cols))
+LOGIT_SUMS = Operand(lambda numbers, z: torch.zeros(z.rows, z.words))
+WEIGHT_SUMS = Operand(lambda numbers, z: torch.zeros(z.n, z.k))
+HEAD_SUMS = Operand(lambda numbers, z: torch.zeros(1, z.heads, z.s))
+# Plausible values.
+RSTD = Operand(lambda numbers, z: torch.ones(z.rows))
+EXP_SUMS = Operand(lambda numbers, z: torch.full((z.rows,), 99.0))
+LOG_SUMS = Operand(lambda numbers, z: torch.full((1, z.heads, z.s), 3.0))
+MEAN = Operand(lambda numbers, z: torch.full((z.rows,), 1 / z.rows))
+COSINES = Operand(lambda numbers, z: _angles(z).cos())
+SINES = Operand(lambda numbers, z: _angles(z).sin())
+NONE = Operand(lambda numbers, z: None)
+ZERO = Operand(lambda numbers, z: 0)
+ONE = Operand(lambda numbers, z: 1)
+EPS = Operand(lambda numbers, z: 1e-5)
+DROPOUT = Operand(lambda numbers, z: (0.1, 1, 2, 0))  # p, seed, stream, first sample
+# Learning rate, beta1, beta2, eps, weight decay, step.
+ADAMW = Operand(lambda numbers, z: (1e-3, 0.9, 0.95, 1e-8, 0.1, 3))
+
+# kernel -> its arguments in order
+CASES: dict[str, tuple[Operand, ...]] = {
+    "layer_norm": (ROWS, COLUMNS, COLUMNS, ROWS, ROW_SUMS, ROW_SUMS, EPS),
+    "layer_norm_backward": (ROWS, ROWS, ROW_SUMS, RSTD, COLUMNS, ROWS, COLUMN_SUMS, COLUMN_SUMS),
+    "rms_norm": (ROWS, COLUMNS, ROWS, ROW_SUMS, EPS),
+    "rms_norm_backward": (ROWS, ROWS, RSTD, COLUMNS, ROWS, COLUMN_SUMS),
+    "bias_dropout_add": (ROWS, COLUMNS, ROWS, ROWS, DROPOUT),
+    "bias_dropout_add_layer_norm": (
+        ROWS,
+        COLUMNS,
+        ROWS,
+        ROWS,
+        COLUMNS,
+        COLUMNS,
+        ROWS,
+        ROW_SUMS,
+        ROW_SUMS,
+        EPS,
+        DROPOUT,
+    ),
+    "dropout": (ROWS, ROWS, DROPOUT),
+    "activate": (MATRIX, NONE, MATRIX),
+    "gate": (PAIRS, MATRIX),
+    "gate_backward": (MATRIX, PAIRS, PAIRS),
+    "embedding": (TOKENS, TABLE, MATRIX),
+    "embedding_backward": (TOKENS, MATRIX, TABLE_SUMS),
+    "rotary": (HEADS, COSINES, SINES, HEADS, ONE),
+    "cross_entropy_forward": (LOGITS, TOKENS, ROW_SUMS, ROW_SUMS, ROW_SUMS),
+    "cross_entropy_backward": (
+        LOGITS,
+        ROW_SUMS,
+        EXP_SUMS,
+        TOKENS,
+        ZERO,
+        MEAN,
+        LOGIT_SUMS,
+    ),
+    "adamw": (VECTOR, VECTOR, VECTOR, SQUARES, ADAMW),
+    "squared_norm": (ELEMENTS,),
+    "linear_forward": (INPUT, WEIGHT, OUTPUT),
+    "linear_data_gradient": (OUTPUT, WEIGHT, INPUT),
+    "linear_weight_gradient": (OUTPUT, INPUT, WEIGHT_SUMS),
+    "attention_forward": (QKV, CONTEXT, HEAD_SUMS),
+    "attention_backward": (QKV, CONTEXT, LOG_SUMS, CONTEXT, QKV),
 }
 
 
-def operands(numbers: Numbers, z: Sizes) -> dict[str, Callable[[], Any]]:
-    """Return name -> function that builds an argument, or a tuple of arguments."""
-    r = z.rows
-    c = z.cols
-    width = z.heads * z.d
-    # Each takes a shape, and returns a function that builds the tensor.
-    normal = partial(partial, numbers.normal)
-    single = partial(partial, numbers.single)
-    zeros = partial(partial, torch.zeros)
-    full = partial(partial, torch.full)
-    angles = torch.arange(r * z.d // 2).view(r, -1) / 100
-    return {
-        "rows": normal(r, 1, c),
-        "columns": normal(c),
-        "matrix": normal(r, c),
-        "pairs": normal(r, 2, c),
-        "elements": normal(r * c),
-        "heads": normal(r, 1, 3 * z.heads, z.d),
-        "table": normal(z.words, c),
-        "tokens": partial(numbers.below, z.words, r),
-        "logits": single(r, z.words),
-        "vector": single(r * c),
-        "squares": lambda: numbers.single(r * c).square(),
-        "x": normal(z.m, z.k),
-        "weight": normal(z.n, z.k),
-        "y": normal(z.m, z.n),
-        "qkv": normal(z.s, 1, 3 * width),
-        "context": normal(z.s, 1, width),
-        "zeros_r": zeros(r),
-        "zeros_c": zeros(c),
-        "zeros_table": zeros(z.words, c),
-        "zeros_logits": zeros(r, z.words),
-        "zeros_weight": zeros(z.n, z.k),
-        "zeros_lse": zeros(1, z.heads, z.s),
-        "ones_r": full((r,), 1.0),
-        "sums": full((r,), 99.0),
-        "mean": full((r,), 1 / r),
-        "lse": full((1, z.heads, z.s), LSE),
-        "cos": angles.cos,
-        "sin": angles.sin,
-        "none": lambda: None,
-        "zero": lambda: 0,
-        "one": lambda: 1,
-        "epsilon": lambda: EPSILON,
-        "dropout": lambda: DROPOUT,
-        "adamw": lambda: ADAMW,
-    }
-
-
 def arguments(name: str, dtype: torch.dtype, sizes: Sizes) -> list[Any]:
-    build = operands(Numbers(dtype), sizes)
+    numbers = Numbers(dtype)
     found: list[Any] = []
-    for word in CASES[name].split():
-        argument = build[word]()
+    for operand in CASES[name]:
+        argument = operand.build(numbers, sizes)
         found += argument if isinstance(argument, tuple) else [argument]
     return found
 
@@ -223,78 +239,59 @@ MATMULS = {
     "bf16": "gemm_bf16",
     machine.INT8: "gemm_int8",
 }  # names in a report
+OF_RANK = ("threads", "clock_ghz", "fma_gflops", "triad_gbs")  # in a report, for each rank
 MATMUL_ROUNDS = 4  # of host_kernels.gemm_gflops, the first of which warms up
-NEXT_LENGTH = 4  # times the attention of a length, for the next one, which is twice as long
 
 
 def kernel_section(context: Context) -> JsonObject:
     """Check and time the kernels on all ranks at once. Collective."""
     checks = compared()
     context.world.barrier()
-    rates = measure_rates(context)
-    everyone = context.world.all_gather_object(
-        (context.nodes.number, [row["checksum"] for row in checks], rates)
+    own = measure_rates(context)
+    scale = context.scale
+    elementwise = elementwise_rates(
+        scale.elementwise, own.triad_gbs, scale.rounds, lambda: context.left > 0
     )
+    sums = [row["checksum"] for row in checks]
+    everyone = context.world.all_gather_object((context.nodes.number, sums, own))
     ranks = [
-        {
-            "node": node,
-            **{name: rates[name] for name in ("threads", "clock_ghz", "fma_gflops", "triad_gbs")},
-        }
+        {"node": node, **{name: getattr(rates, name) for name in OF_RANK}}
         for node, _, rates in everyone
     ]
-    first = everyone[0][1]
-    differing = [rank for rank, (_, sums, _) in enumerate(everyone) if sums != first]
+    peak = own.fma_gflops
     return {
         "target": kernels.active(),
         "checks": checks,
-        "differing_ranks": differing,
+        "differing_ranks": [
+            rank for rank, (_, others, _) in enumerate(everyone) if others != everyone[0][1]
+        ],
         "ranks": ranks,
-        "shrunk": rates["shrunk"],
-        "peak_gflops": rates["fma_gflops"],
-        "triad_gbs": rates["triad_gbs"],
+        "shrunk": scale is SHRUNK,
+        "peak_gflops": peak,
+        "triad_gbs": own.triad_gbs,
         **{
-            key: [[n, g, g / rates["fma_gflops"]] for n, g in rates["gemm"][precision]]
+            key: [[n, g, g / peak] for n, g in own.gemm[precision]]
             for precision, key in MATMULS.items()
         },
-        "attention": [
-            [s, *gs, *(g / rates["fma_gflops"] for g in gs)] for s, *gs in rates["attention"]
-        ],
-        "elementwise": rates["elementwise"],
+        "attention": [[s, *gs, *(g / peak for g in gs)] for s, *gs in own.attention],
+        "elementwise": elementwise,
     }
 
 
-def measure_rates(context: Context) -> JsonObject:
+def measure_rates(context: Context) -> Compute:
     """Measure while the other ranks measure. Collective: rank 0 decides on the sizes."""
-    process = peak_memory_mib()
     threads = torch.get_num_threads()
     probe = fma_peak_gflops(3, 20_000)
     if context.agreed(probe < SHRUNK_GFLOPS * threads):
         context.scale = SHRUNK
-    scale = context.scale
-    steps = max(20_000, int(2_000_000 * min(1.0, probe / threads / 50)))
-    fma = max(probe, fma_peak_gflops(1 + scale.rounds, steps))
-    clock = clock_ghz(25 * steps)
-    triad = triad_gbs(scale.triad)
-    attention = []
-    for s in scale.lengths:
-        begin = context.left
-        attention.append((s, *host_kernels.attention_gflops(s)))
-        if context.left / 2 < NEXT_LENGTH * (begin - context.left):
-            break
-    sizes = context.agreed(affordable_sizes(scale, context.left, least=2))
-    context.compute = {
-        "threads": threads,
-        "clock_ghz": clock,
-        "fma_gflops": fma,
-        "int8_gops": fma_peak_gflops(1 + scale.rounds, steps, int8=True),
-        "triad_gbs": triad,
-        "process_mib": process,
-        "gemm": calibrate.measure_gemm(sizes, scale.cold_bytes, tuple(MATMULS)),
-        "attention": tuple(attention),
-        "elementwise_gbs": host_kernels.elementwise_gbs(scale.elements),
-    }
-    rows = elementwise_rates(scale.elementwise, triad, scale.rounds, lambda: context.left > 0)
-    return {**context.compute, "elementwise": rows, "shrunk": scale is SHRUNK}
+    steps = max(20_000, int(FMA_STEPS * min(1.0, probe / threads / 50)))
+    context.compute = measure_compute(
+        replace(context.scale, fma_steps=steps),
+        tuple(MATMULS),
+        lambda: context.agreed(affordable_sizes(context.scale, context.left, least=2)),
+        lambda: context.left,
+    )
+    return context.compute
 
 
 def affordable_sizes(scale: Scale, seconds: float, least: int = 0) -> Sequence[int]:
@@ -316,5 +313,5 @@ def affordable_sizes(scale: Scale, seconds: float, least: int = 0) -> Sequence[i
 
 def matmul_seconds(n: int) -> float:
     begin = time.perf_counter()
-    host_kernels.gemm_gflops(n, 1)
+    host_kernels.gemm_gflops(n, cold_bytes=1)
     return (time.perf_counter() - begin) / (3 * MATMUL_ROUNDS)

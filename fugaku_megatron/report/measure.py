@@ -8,40 +8,37 @@ import signal
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
+from ..comm.agreement import find_nodes
+from ..comm.base import Comm
+from ..host import allocator, runtime
+from ..host.energy import Counters
+from ..host.machine import facts
 from ..text.named_files import JsonObject
-from . import record
-from .budget import ALWAYS, NAMES, STARTED, Budget
+from . import communication, kernel_rates, layers, record, training
+from .context import SHRUNK, Context, Scale
+from .figures import text
 from .findings import findings
-from .hours import hours
-from .page import page
-from .summary import text
-
-if TYPE_CHECKING:
-    from ..comm.base import Comm
-    from .context import Context
+from .record import ALWAYS, NAMES, STARTED, Budget
 
 
-def sections() -> dict[str, Callable[[Context], JsonObject]]:
-    """Return name -> function, in the report's order."""
-    from ..host.machine import facts
-    from . import communication, kernel_rates, layers, storage, training
+def host_section(context: Context) -> JsonObject:
+    found = context.world.all_gather_object(
+        {**facts(), "mapping": context.mapping} if context.nodes.leads else None
+    )
+    return {"nodes": [node for node in found if node]}
 
-    def host_section(context: Context) -> JsonObject:
-        found = context.world.all_gather_object(
-            {**facts(), "mapping": context.mapping} if context.nodes.leads else None
-        )
-        return {"nodes": [node for node in found if node]}
 
-    return {
-        "host": host_section,
-        "kernels": kernel_rates.kernel_section,
-        "communication": communication.communication_section,
-        "training": training.training_section,
-        "layers": layers.layers_section,
-        "storage": storage.storage_section,
-    }
+# In the report's order.
+SECTIONS: dict[str, Callable[[Context], JsonObject]] = {
+    "host": host_section,
+    "kernels": kernel_rates.kernel_section,
+    "communication": communication.communication_section,
+    "training": training.training_section,
+    "layers": layers.layers_section,
+    "storage": training.storage_section,
+}
 
 
 def measure(world: Comm, args: argparse.Namespace) -> None:
@@ -49,7 +46,7 @@ def measure(world: Comm, args: argparse.Namespace) -> None:
     budget = Budget(args.minutes, spent=args.spent + time.monotonic() - STARTED)
     report = None
     if world.rank == 0:
-        report = record.Record(args.output, budget, {".html": page, ".txt": text}, args.with_names)
+        report = record.Record(args.output, budget, text, args.with_names)
         report.write()
         end_with_signal(report)
     context = make_context(world, args)
@@ -63,7 +60,7 @@ def measure(world: Comm, args: argparse.Namespace) -> None:
         if report:
             found = report.data["sections"]
             found[name] = result
-            report.data |= {"findings": findings(found), "hours": hours(found)}
+            report.data |= {"findings": findings(found), "hours": layers.hours(found)}
             if context.machine:
                 report.data["machine"] = context.machine
             report.write()
@@ -71,16 +68,11 @@ def measure(world: Comm, args: argparse.Namespace) -> None:
         report.end("finished", complete=True)
         shown = args.output.with_suffix(".txt")
         print(shown.read_text(encoding="utf-8"), end="")
-        print(f"wrote {args.output}, {args.output.with_suffix('.html')} and {shown}")
+        print(f"wrote {args.output} and {shown}")
 
 
 def make_context(world: Comm, args: argparse.Namespace) -> Context:
     """Set up this rank as for a training run. Collective."""
-    from ..comm.agreement import find_nodes
-    from ..host import allocator, runtime
-    from ..host.energy import Counters
-    from .context import SHRUNK, Context, Scale
-
     nodes = find_nodes(world)
     before = os.sched_getaffinity(0)
     _, *mapping = runtime.init(world, nodes=nodes).splitlines()  # the first line names the host
@@ -108,7 +100,7 @@ def one_section(context: Context, budget: Budget, chosen: list[str], number: int
             f"{number + 1}/{len(chosen)} {name}, up to {record.clock(context.seconds)}; "
             f"{record.clock(budget.used)} used, at most {record.clock(budget.left)} left"
         )
-    result = sections()[name](context)
+    result = SECTIONS[name](context)
     return {**result, "seconds": time.monotonic() - context.begin}
 
 

@@ -1,32 +1,104 @@
-"""A growing report: progress lines, and files that are complete after every section.
+"""A growing report: its time, progress lines, and files that are complete after every section.
 
-Files are replaced by a rename, so a killed run leaves its finished sections, marked "complete":
-false.
+Files are replaced by a rename, so a killed run leaves its finished sections, marked "complete": false. Names of users,
+hosts and paths are replaced.
 """
 
 from __future__ import annotations
 
+import getpass
 import itertools
 import json
 import os
+import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from .. import __version__
 from ..config.fields import check
 from ..text.named_files import JsonObject, read_text
 from ..text.numbers import rounded
 from ..text.written_files import new_file
-from .budget import Budget
-from .private_words import private_words, without_names
 
+SHARES = {
+    "host": 2,
+    "kernels": 20,
+    "communication": 22,
+    "training": 26,
+    "layers": 24,
+    "storage": 6,
+}  # of the time
+NAMES = tuple(SHARES)
+ALWAYS = ("host", "kernels")  # measured without time left, because the others depend on them
+ENDING = 0.03  # share of the time that stays for what no section counts
+STARTED = time.monotonic()  # when this process began, but for Python's own start
 LABEL = "model (extrapolated)"  # of what was not measured
 FORMAT = "fugaku-megatron report"
 VERSION = 1
 DIGITS = 5  # of numbers in the file
+PATH = re.compile(r"(?<![\w.:/])/(?:[\w.+~-]+/)+[\w.+~-]*")
 WRITES = itertools.count()  # the numbers of this process's writes, for names of partial files
+
+
+class Budget:
+    """minutes: for all sections; spent: seconds before now that count"""
+
+    def __init__(
+        self, minutes: float, clock: Callable[[], float] = time.monotonic, spent: float = 0.0
+    ) -> None:
+        self._clock = clock
+        self.minutes = minutes
+        self.begin = clock() - spent
+
+    @property
+    def used(self) -> float:
+        return self._clock() - self.begin
+
+    @property
+    def left(self) -> float:
+        return max(0.0, 60 * self.minutes * (1 - ENDING) - self.used)
+
+    def of(self, name: str, following: tuple[str, ...]) -> float:
+        """Return a section's seconds; time left by quick sections goes to the following."""
+        return self.left * SHARES[name] / (SHARES[name] + sum(SHARES[other] for other in following))
+
+
+def private_words() -> dict[str, str]:
+    """Return user, host, home and working directory -> the marks that replace the names."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container whose user has no name
+        user = ""
+    try:
+        home = str(Path.home())
+    except RuntimeError:  # a user number without an entry in passwd, and no HOME
+        home = ""
+    host = platform.node()
+    found = {
+        os.getcwd(): "FOLDER",
+        home: "HOME",
+        host: "HOST",
+        host.split(".")[0]: "HOST",
+        user: "USER",
+    }
+    return {word: mark for word, mark in found.items() if len(word) > 1}
+
+
+def without_names(value: Any, words: Mapping[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {key: without_names(part, words) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_names(part, words) for part in value]
+    if not isinstance(value, str):
+        return value
+    text = PATH.sub("PATH", value)
+    for word, mark in words.items():
+        text = re.sub(rf"(?<![\w-]){re.escape(word)}(?![\w-])", mark, text)
+    return text
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -45,18 +117,18 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 class Record:
-    """pages: suffix -> function. names: keep them"""
+    """A report file and its text. names: keep them"""
 
     def __init__(
         self,
         path: Path,
         budget: Budget,
-        pages: Mapping[str, Callable[[JsonObject], str]],
+        text: Callable[[JsonObject], str],
         names: bool,
     ) -> None:
         self.path = path
         self.budget = budget
-        self._pages = pages
+        self._text = text
         self._private = {} if names else private_words()
         self._names = names
         self.data: JsonObject = {
@@ -78,8 +150,7 @@ class Record:
         if not self._names:
             data = without_names(data, self._private)
         write_atomically(self.path, json.dumps(data, indent=1) + "\n")
-        for suffix, page in self._pages.items():
-            write_atomically(self.path.with_suffix(suffix), page(data))
+        write_atomically(self.path.with_suffix(".txt"), self._text(data))
 
     def end(self, how: str, complete: bool) -> None:
         self.data |= {"ended": how, "complete": complete}

@@ -4,8 +4,8 @@
     mpiexec -n 8 fugaku-megatron report --output report.json       the ranks of a job, on one node or on several
     fugaku-megatron report --compare A.json B.json                 two reports next to each other, with ratios
 
-report.json (all figures, for --compare and for --machine of plan and predict), report.html (with plots) and report.txt are written
-after every section, marked partial until the last. Names of users, hosts and paths are left out unless --with-names is passed.
+report.json (for --compare and for --machine of plan and predict) and report.txt have all figures. They are written after every
+section, marked partial until the last. Names of users, hosts and paths are left out unless --with-names is passed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from ..cli.output_files import check_file
 from ..config.fields import check
 from ..start import environment
-from .budget import NAMES
-from .compare import compared
+from .figures import compared
+from .record import NAMES
 from .start_ranks import restart_with_ranks
 
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("report.json"),
         metavar="FILE.json",
-        help="the report; the page and the text stand next to it (default: report.json)",
+        help="the report; its text is written next to it (default: report.json)",
     )
     parser.add_argument(
         "--minutes", type=float, default=10.0, help="time that the run may take (default: 10)"
@@ -77,7 +77,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         f"--minutes is {args.minutes:g}: pass a number above 0, at most 1440",
     )
     check(args.output.suffix == ".json", f"--output {args.output}: pass a name that ends in .json")
-    for suffix in (".json", ".html", ".txt"):
+    for suffix in (".json", ".txt"):
         check_file("--output", args.output.with_suffix(suffix))
     check(
         args.save is None or args.save.is_dir() and os.access(args.save, os.W_OK),
@@ -96,13 +96,13 @@ def main(args: argparse.Namespace) -> int:
         print(compared(*args.compare))
         return 0
     check_arguments(args)
-    from ..comm.base import SoloComm
-    from ..comm.job import run_or_abort
-    from .measure import measure
-
     launched = bool(environment.processes()[0])
     kernels_alone = set(args.only or NAMES) <= {"host", "kernels"}
     if not launched and not kernels_alone:
         restart_with_ranks(args)
+    from ..comm.base import SoloComm
+    from ..comm.job import run_or_abort
+    from .measure import measure
+
     run_or_abort(lambda world: measure(world, args), None if launched else SoloComm())
     return 0

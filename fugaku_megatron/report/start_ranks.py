@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..config.fields import check
 from . import record
-from .budget import STARTED
+from .record import STARTED
 
 MOST_RANKS_ALONE = 4  # that are started where a node has one NUMA domain
 GIB_OF_RANK = 4.0  # memory that a rank should find

@@ -1,4 +1,4 @@
-"""Report section that trains 124M on 1, 2, 4 ... ranks.
+"""Report sections that train 124M on 1, 2, 4 ... ranks, and save and load its checkpoint.
 
 Data are random tokens. A step is repeated as the time allows.
 """
@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from ..cli.arguments import make_run
 from ..comm.base import Comm
@@ -20,6 +24,7 @@ from ..costs import memory, run_schedule
 from ..costs.flops import model_flops
 from ..data.dataset import MockDataset
 from ..host import kernels
+from ..host.cgroup import read_text
 from ..host.timing import seconds
 from ..nn.ops import Ops
 from ..planner import machine, model, software
@@ -46,6 +51,10 @@ LEAST_STEPS = 2  # that must fit into the time: the first one warms up
 MOST_MICRO_BATCHES = 4
 
 
+def gpt2(context: Context, **changes: Any) -> RunConfig:
+    return make_run("124m", {**PLAIN, "vocab_size": 50257, **changes, **context.scale.model})
+
+
 def make_trainer(run: RunConfig, comm: Comm) -> Trainer:
     """Build a trainer on random tokens over all ranks, with native kernels. Collective."""
     parallel = run.parallel
@@ -63,15 +72,6 @@ def make_trainer(run: RunConfig, comm: Comm) -> Trainer:
         None,
         ops=Ops.build("native"),
     )
-
-
-@contextlib.contextmanager
-def trainer_of(run: RunConfig, comm: Comm) -> Iterator[Trainer]:
-    trainer = make_trainer(run, comm)
-    try:
-        yield trainer
-    finally:
-        trainer.close()
 
 
 def rank_bytes(run: RunConfig, ranks: int) -> float:
@@ -105,15 +105,7 @@ def training_section(context: Context) -> JsonObject:
     counts = rank_counts(world.size)
     micro_batches = context.agreed(affordable_batches(context, len(counts)))
     for index, count in enumerate(counts):
-        run = make_run(
-            "124m",
-            {
-                **PLAIN,
-                "vocab_size": 50257,
-                **context.scale.model,
-                "global_batch_size": micro_batches * count,
-            },
-        )
+        run = gpt2(context, global_batch_size=micro_batches * count)
         seconds = context.agreed(context.left / (len(counts) - index))
         step = model_flops(run, micro_batches) / context.training_flops
         fits = context.agreed(
@@ -135,16 +127,13 @@ def training_section(context: Context) -> JsonObject:
 
 def affordable_batches(context: Context, counts: int) -> int:
     """Return a rank's micro-batches, so that two steps on each number of ranks fit into the time."""
-    run = make_run(
-        "124m", {**PLAIN, "vocab_size": 50257, **context.scale.model, "global_batch_size": 1}
-    )
-    step = model_flops(run, 1) / context.training_flops
+    step = model_flops(gpt2(context, global_batch_size=1), 1) / context.training_flops
     return max(1, min(MOST_MICRO_BATCHES, int(context.seconds / counts / LEAST_STEPS / step)))
 
 
 def step_row(context: Context, run: RunConfig, comm: Comm, seconds: float) -> JsonObject:
     """Measure a step, next to the model's. Collective over `comm`."""
-    with trainer_of(run, comm) as trainer:
+    with contextlib.closing(make_trainer(run, comm)) as trainer:
         context.energy.joules()  # counted from here
         begin = time.perf_counter()
         step, rounds = repeated(comm, trainer.train_step, seconds)
@@ -185,3 +174,64 @@ def modelled_step(context: Context, run: RunConfig, ranks: int) -> float | None:
         ranks_per_node=per_node,
     )
     return model.predict(run, system).seconds
+
+
+def storage_section(context: Context) -> JsonObject:
+    """Measure GB/s of a checkpoint: all ranks in --save, or one node's in a temporary directory."""
+    shared = context.save is not None
+    comm = context.world if shared else context.nodes.ranks
+    result = saved(context, comm) if shared or context.nodes.number == 0 else None
+    agreed: JsonObject = context.agreed(result)
+    return agreed
+
+
+def saved(context: Context, comm: Comm) -> JsonObject:
+    """Save twice, replacing the first, and load. Collective over `comm`."""
+    run = gpt2(
+        context,
+        num_layers=2,  # with these tokens 250 MB in a checkpoint
+        vocab_size=8192,
+        global_batch_size=comm.size,
+        seq_length=32,
+        keep_last=1,
+    )
+    with contextlib.ExitStack() as stack:
+        folder = None
+        if comm.rank == 0:
+            folder = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="report-", dir=context.save)
+            )
+        folder = comm.broadcast_object(folder)
+        trainer = stack.enter_context(
+            contextlib.closing(
+                make_trainer(replace(run, output=replace(run.output, save=folder)), comm)
+            )
+        )
+        trainer.train_step()
+        trainer.save(folder)
+        trainer.train_step()
+        comm.barrier()
+        written = seconds(lambda: trainer.save(folder))
+        size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+        read = seconds(lambda: trainer.load(folder))
+        comm.barrier()
+    return {
+        "place": "--save" if context.save else "temporary folder",
+        "file_system": file_system(context.save or Path(tempfile.gettempdir())),
+        "ranks": comm.size,
+        "bytes": size,
+        "write_gbs": size / written / 1e9,
+        "read_gbs": size / read / 1e9,
+        "note": "what was just written may be read from the node's memory",
+    }
+
+
+def file_system(folder: Path, mounts: Path = Path("/proc/mounts")) -> str:
+    longest = ""
+    found = "unknown"
+    for line in (read_text(mounts) or "").splitlines():
+        point, kind = line.split()[1:3]
+        if folder.resolve().is_relative_to(point) and len(point) > len(longest):
+            longest = point
+            found = kind
+    return found

@@ -19,7 +19,7 @@ from fugaku_megatron.observe.hang.heartbeat import (
     node_folder,
     remove_dead,
 )
-from fugaku_megatron.report.private_words import private_words
+from fugaku_megatron.report.record import private_words
 
 
 @pytest.fixture

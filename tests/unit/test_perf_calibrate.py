@@ -1,6 +1,7 @@
 """Calibration: the curve fit, the machine's file, the rates of the kernels; over MPI: tests/system/mpi/test_cli.py."""
 
 import argparse
+import json
 import math
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from fugaku_megatron.calibration import calibrate, host_kernels
+from fugaku_megatron.calibration import calibrate, calibrate_command, host_kernels
 from fugaku_megatron.calibration.calibrate import Messages
 from fugaku_megatron.comm import job
 from fugaku_megatron.comm.base import SoloComm
@@ -25,28 +26,28 @@ def test_one_process_gets_an_error_and_lives(monkeypatch, tmp_path):
     monkeypatch.setattr(job, "init", SoloComm)
     options = argparse.Namespace(output=tmp_path / "host.json")
     with pytest.raises(ValueError, match="measures MPI too: start it as mpiexec -n 2"):
-        calibrate.main(options)
+        calibrate_command.main(options)
     assert not options.output.exists()
 
 
 def test_the_curve_and_a_disturbed_clock():
-    points = [(n, 100 * 0.9 / (1 + 60 / n)) for n in calibrate.SIZES]
+    points = [(n, 100 * 0.9 / (1 + 60 / n)) for n in calibrate.Scale().sizes]
     maximum, half = calibrate.fit_curve(points, 100.0)
     assert maximum == pytest.approx(0.9, rel=0.02) and half == pytest.approx(60, rel=0.05)
     points = [(n, 95.0 / (1 + 80 / n)) for n in (128, 256, 1024, 2048)]
     assert calibrate.fit_curve([*points, (512, 40.0)], 100.0) == pytest.approx((0.95, 80), rel=0.03)
     assert (
-        calibrate.disturbances([rank(3.0), rank(2.9)], 3.1)
+        calibrate_command.disturbances([rank(3.0), rank(2.9)], 3.1)
         == []
-        == calibrate.disturbances([rank(3.0)], 0.0)
+        == calibrate_command.disturbances([rank(3.0)], 0.0)
     )
     assert (
         "measured at 1.08 GHz, the system says 3.00 GHz: other"
-        in calibrate.disturbances([rank(1.08), rank(1.1)], 3.0)[0]
+        in calibrate_command.disturbances([rank(1.08), rank(1.1)], 3.0)[0]
     )
     assert (
         "measured at 1.08 to 3.00 GHz: other processes"
-        in calibrate.disturbances([rank(3.0), rank(1.08)], 0.0)[0]
+        in calibrate_command.disturbances([rank(3.0), rank(1.08)], 0.0)[0]
     )
 
 
@@ -55,7 +56,7 @@ def described(tmp_path, between: Messages | None) -> machine.Machine:
     inside = Messages(alpha_us=1.0, gbs=10.0)
     network = calibrate.NetworkRates(inside, between, 5.0)
     data = calibrate.describe("a test", [rank(), rank()], team, network, 64.0)
-    (tmp_path / "host.json").write_text(calibrate.json.dumps(data))
+    (tmp_path / "host.json").write_text(json.dumps(data))
     return machine.load(str(tmp_path / "host.json"))
 
 
@@ -140,7 +141,6 @@ def test_one_rank_is_refused(tmp_path):
 
 
 def test_matmuls_take_other_matrices_each_time(monkeypatch):
-    monkeypatch.setattr(host_kernels, "COLD_BYTES", 1 << 20)
     seen = []
     given = []
 
@@ -150,11 +150,11 @@ def test_matmuls_take_other_matrices_each_time(monkeypatch):
 
     for name in ("linear_forward", "linear_data_gradient", "linear_weight_gradient"):
         monkeypatch.setattr(host_kernels.kernels, name, partial(record, name))
-    assert host_kernels.gemm_gflops(32) > 0
+    assert host_kernels.gemm_gflops(32, 1 << 20) > 0
     sets = (1 << 20) // (12 * 32 * 32)
     assert len({place for _, place in seen}) == sets and len({name for name, _ in seen}) == 3
     seen.clear()
-    assert host_kernels.gemm_gflops(32, precision="int8") > 0
+    assert host_kernels.gemm_gflops(32, 1 << 20, precision="int8") > 0
     assert len({place for _, place in seen}) == sets
     assert {name for name, _ in seen} == {"linear_forward", "linear_data_gradient"}
     assert all(keywords["int8"] and len(keywords["packed"]) for keywords in given[-sets:])

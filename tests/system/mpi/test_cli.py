@@ -103,9 +103,11 @@ def test_two_ranks_generate(mpich, tmp_path):
 CALIBRATE = """
 import sys
 from fugaku_megatron.cli import program
-from fugaku_megatron.calibration import calibrate, host_kernels
-calibrate.SIZES, calibrate.TRIAD_ELEMENTS, calibrate.REDUCED = (64, 128, 256), 1 << 18, 1 << 20
-host_kernels.COLD_BYTES, host_kernels.ELEMENTS, host_kernels.LENGTHS = 1 << 20, 1 << 18, (128, 256)
+from fugaku_megatron.calibration import calibrate
+small = calibrate.Scale(
+    sizes=(64, 128, 256), cold_bytes=1 << 20, lengths=(128, 256), triad=1 << 18, elements=1 << 18, reduced=1 << 20
+)
+calibrate.Scale = lambda: small
 sys.exit(program.main(["calibrate", *sys.argv[1:]]))
 """
 
