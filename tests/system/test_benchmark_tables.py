@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import pictures, preloads, tables
-from benchmarks.__main__ import make_parser
 from fugaku_megatron.observe.log.iteration_metrics import published_header
 from fugaku_megatron.planner import machine
 from tests.checks.benchmarks import needs_mpi, options, result
@@ -54,22 +53,6 @@ def measured_rows(*cells: tables.Cell) -> list[dict]:
     return rows
 
 
-def test_rows_are_what_the_tables_vary():
-    rows = tables.ROWS
-    assert len(set(rows)) == len(rows) and set(tables.LAYOUTS) <= set(rows)
-    assert {cell.ranks for cell in rows} == {1, 2} and {cell.mbs for cell in rows} == {1, 2, 4}
-
-    def layout(cell):
-        return cell.dp, cell.tp, cell.pp
-
-    assert {layout(cell) for cell in rows} == {(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)}
-    for one in tables.LAYOUTS:
-        alike = [cell for cell in rows if layout(cell) == layout(one)]
-        assert {cell.recompute for cell in alike} == {True, False}
-        assert {cell.seq for cell in alike} == {1024, 2048}
-    assert {cell.allocator for cell in rows} == {"tuned", "tcmalloc"}
-
-
 @pytest.mark.parametrize("cell", tables.ROWS, ids=tables.name_of)
 def test_the_job_runs_what_is_modelled(cell, monkeypatch):
     monkeypatch.setattr(preloads, "find", lambda name: Path("/lib/libtcmalloc.so"))
@@ -93,18 +76,6 @@ def test_the_job_runs_what_is_modelled(cell, monkeypatch):
     ):
         assert (granularity == "full") == cell.recompute
     assert run.batch.global_batch_size * cell.seq >= 2048 and run.model.vocab_size == 50257
-
-
-def test_rows_are_chosen_by_name_and_absent_libraries_skipped(monkeypatch, capsys):
-    monkeypatch.setattr(preloads, "find", lambda name: None)
-    tp2 = tables.replace(tables.TP2, mbs=2)
-    chosen = tables.plan(table_options())
-    assert all(cell.allocator == "tuned" for cell in chosen)
-    assert "apt-get install libgoogle-perftools4" in capsys.readouterr().out
-    by_name = make_parser().parse_args(["tables", "--threads", "2", "--rows", "TP 2, PP 1, MBS 2"])
-    assert list(tables.plan(by_name)) == [tp2]
-    assert {cell.ranks for cell in tables.plan(table_options("--threads 1"))} == {1}
-    assert set(tables.plan(table_options("--quick"))) == set(tables.LAYOUTS)
 
 
 def test_text_marks_what_is_measured_scaled_and_modelled(tmp_path):
@@ -137,18 +108,6 @@ def test_text_marks_what_is_measured_scaled_and_modelled(tmp_path):
     assert "machine" not in records[0]
     pictures.draw_tables(tmp_path / "a.png", found)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_former_rows_are_put_together_in_the_tables_order(tmp_path):
-    files = [tmp_path / name for name in ("a.json", "b.json")]
-    for file, cell in zip(files, (tables.TP2, tables.SINGLE), strict=True):
-        file.write_text(json.dumps(tables.report(measured_rows(cell))))
-
-    def sizes(more):
-        words = ["tables", "--measured", *map(str, files), *more]
-        return [row["tp"] for row in tables.earlier_rows(make_parser().parse_args(words))]
-
-    assert sizes([]) == [1, 2] and sizes(["--rows", "TP 2"]) == [2]
 
 
 @needs_mpi

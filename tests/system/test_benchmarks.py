@@ -17,14 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import (
-    alloc,
     attention,
     child,
     contestant,
@@ -39,10 +37,10 @@ from benchmarks import (
     step,
     torch_int8,
 )
-from benchmarks.__main__ import FAMILIES, main, make_parser
+from benchmarks.__main__ import main
 from benchmarks.plain_gpt import PlainGPT
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.costs.attention import ATTENTION_BACKWARD_SHARE, causal_attention_flops
+from fugaku_megatron.costs.attention import causal_attention_flops
 from fugaku_megatron.costs.layers import layer_records
 from fugaku_megatron.costs.vocabulary import padded_vocab_size
 from fugaku_megatron.host import kernels
@@ -53,7 +51,6 @@ from tests.checks.once import once
 from tests.helpers import OUR_LOG, make_trainer, small_run
 from tests.llama_models import FAMILIES as BLOCKS
 
-ROOT = Path(__file__).resolve().parents[2]
 ROW = set(
     "op shape dtype target threads seconds gflops baseline baseline_seconds ratio peak_fraction "
     "gb_per_second max_error repeat".split()
@@ -269,15 +266,6 @@ def test_experts_agree_with_their_opponents(dtype):
         next(experts.cases(options("experts --recipe demo")))
 
 
-def test_attention_counts_as_costs_do():
-    given = options("attention --recipe demo --micro-batch-size 2")
-    forward, both, *_ = attention.cases(given)
-    heads, s, d = forward.shape
-    flops = causal_attention_flops(2 * heads, s, d)
-    backward = ATTENTION_BACKWARD_SHARE * flops
-    assert [call.flops for call in both.calls] == [flops, backward]
-
-
 @pytest.mark.parametrize("rival", ["gqa", "repeated"])
 def test_attention_with_groups_and_a_window_agrees_with_torch(rival):
     """Torch's side computes the same, and the FLOPs are those inside the window."""
@@ -404,17 +392,6 @@ def test_a_baseline_trains_with_our_losses(baseline, block):
     theirs.batches.close()
 
 
-def test_a_part_of_a_large_model_reaches_the_process():
-    model = "--recipe qwen3.6-35b-a3b --num-layers 4 --vocab-size 1024 --num-experts 32"
-    given = options(f"step {model} --baseline hf")
-    sent = json.loads(json.dumps(asdict(step.task(given, "ours", []))))
-    task = contestant.Task(**sent)
-    run = shapes.run_from_json(task.recipe, task.values)
-    assert hash(run) == hash(shapes.run_of(given, **step.run_values(given)))
-    assert run.model.balances == ()
-    assert (run.model.num_layers, run.model.vocab_size, run.model.num_experts) == (4, 1024, 32)
-
-
 @pytest.mark.parametrize(
     "more",
     [
@@ -527,14 +504,6 @@ def test_the_step_against_either_mkl(monkeypatch, wide_mkl, tmp_path, capsys, wi
     assert measured.get("shipped", {}).get("ratio") == (4.0 if width == "both" else None)
 
 
-def test_a_compiled_baseline_is_the_same_model():
-    """The whole command would spend minutes in the compiler; this holds the flag to its meaning."""
-    given = options("step --baseline-compile")
-    task, ours = (step.task(given, side, [Path("/lib/libx.so")]) for side in ("baseline", "ours"))
-    assert task.compiled and task.preload == ("/lib/libx.so",)
-    assert not ours.compiled and ours.preload == ()
-
-
 @pytest.mark.parametrize(
     "flags, message",
     {
@@ -558,45 +527,10 @@ def test_baselines_that_cannot_run_are_refused(monkeypatch, flags, message):
         step.measure(options(f"step {flags}"))
 
 
-def test_adapters_have_an_a_for_each_linear_layer_of_the_baseline():
-    """GPT-2's file has one matrix for queries, keys and values, and the others have three."""
-    fused = "linear_qkv,linear_proj,linear_fc1,linear_fc2"
-    for recipe, target in {"demo": fused, "qwen2.5-0.5b": "all-linear"}.items():
-        given = options(f"step --recipe {recipe} --baseline trl --lora-rank 4")
-        task = step.task(given, "ours", [])
-        lora = shapes.run_from_json(task.recipe, task.values).lora
-        assert (lora.lora_rank, lora.lora_target) == (4, target)
-
-
 @pytest.mark.parametrize("maker, narrower", [("AuthenticAMD", True), ("GenuineIntel", False)])
 def test_mkl_is_narrower_where_the_cpu_is_not_intels(tmp_path, maker, narrower):
     (tmp_path / "cpuinfo").write_text(f"vendor_id\t: {maker}\n")
     assert preloads.narrowed(tmp_path / "cpuinfo") == (narrower and platform.machine() == "x86_64")
-
-
-def test_what_else_is_preloaded_stays_beside_either_mkl(wide_mkl, monkeypatch):
-    monkeypatch.setenv("LD_PRELOAD", f"/lib/libtcmalloc.so:/elsewhere/{preloads.MKL_NAME}")
-    for width, preloaded in {
-        "shipped": "/lib/libtcmalloc.so",
-        preloads.BOTH: f"/lib/libtcmalloc.so:{wide_mkl}",
-    }.items():
-        assert preloads.mkl_environment(width)["LD_PRELOAD"] == preloaded
-
-
-def test_a_process_starts_again_once_with_mkl_at_full_width(wide_mkl, monkeypatch):
-    started = []
-    monkeypatch.setattr(os, "execve", lambda *words: started.append(words))
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "benchmarks", "gemm"])
-    monkeypatch.delenv("LD_PRELOAD", raising=False)
-    preloads.start_again("shipped")
-    assert started == []
-    preloads.start_again("both")
-    ((_, words, environment),) = started
-    assert words == [sys.executable, "-m", "benchmarks", "gemm"]
-    assert environment["LD_PRELOAD"] == wide_mkl
-    monkeypatch.setenv("LD_PRELOAD", wide_mkl)
-    preloads.start_again("both")
-    assert len(started) == 1
 
 
 def test_the_library_that_widens_mkl_answers_and_is_built_once(tmp_path, monkeypatch):
@@ -605,24 +539,6 @@ def test_the_library_that_widens_mkl_answers_and_is_built_once(tmp_path, monkeyp
     assert ctypes.CDLL(str(built)).mkl_serv_intel_cpu_true() == 1
     begin = built.stat().st_mtime_ns
     assert preloads.mkl_library() == built and built.stat().st_mtime_ns == begin
-
-
-def test_sides_that_do_not_fit_together_take_turns_apart(monkeypatch):
-    """Each turn has its own process for two steps."""
-    events = []
-
-    class Logged(Timed):
-        def step(self):
-            events.append("step")
-            return super().step() | {"number": len(events)}
-
-        def __exit__(self, *_):
-            events.append("end")
-
-    monkeypatch.setattr(contestant, "Contestant", Logged)
-    side = contestant.Apart(contestant.Task(side="ours", recipe="demo", values={}, threads=1))
-    assert [side.step()["number"] for _ in range(2)] == [2, 5]
-    assert events == ["step", "step", "end"] * 2 and side.ready == {"allocator": "any"}
 
 
 def test_others_on_the_machine_are_seen(monkeypatch):
@@ -663,29 +579,6 @@ def test_a_contestant_that_dies_is_an_error_and_not_a_wait(capfd):
             side.ask("step")
 
 
-def test_layouts_of_four_ranks():
-    def layouts(flags):
-        named = step.candidates(options(f"step --ranks {flags}"))
-        return {name: (cell.ranks, cell.tp, cell.pp, cell.dp) for name, cell in named.items()}
-
-    alone = {"one rank": (1, 1, 1, 1)}
-    single = {"TP4": (4, 4, 1, 1), "DP4": (4, 1, 1, 4), "PP4": (4, 1, 4, 1)}
-    assert layouts("4") == {**alone, **single}
-    sizes = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
-    assert layouts(f"4 {sizes}") == {**alone, "TP2 x PP2": (4, 2, 2, 1)}
-    two = options("step --ranks 2 --threads 2 --schedules")
-    pipelines = step.candidates(two)
-    names = ["1f1b", "interleaved", "zb-h1", "zbv", "zbv of 3"]
-    assert list(pipelines) == ["one rank", *(f"PP2 {name}" for name in names)]
-    zbv = "--pipeline-schedule zbv"
-    for name, flags in {
-        "zbv": zbv,
-        "zbv of 3": f"{zbv} --zero-bubble-max-pending-backward 3",
-    }.items():
-        job = step.layout_job(two, pipelines[f"PP2 {name}"])
-        assert " ".join(job.flags).endswith(flags)
-
-
 @needs_mpi
 @pytest.mark.full
 @pytest.mark.mpi
@@ -703,29 +596,6 @@ def test_layouts_are_measured_by_real_jobs(tmp_path):
 
 
 # Allocators ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_a_library_is_found_in_the_loaders_path_and_its_package_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(preloads, "_cache", lambda: [])
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
-    assert preloads.find("tcmalloc") is None
-    missing = "tcmalloc: no libtcmalloc.so on this system: apt-get install libgoogle-perftools4"
-    with pytest.raises(ValueError, match=missing):
-        preloads.resolve("tcmalloc")
-    (tmp_path / "libtcmalloc_minimal.so.4").touch()
-    assert preloads.resolve("tcmalloc") == tmp_path / "libtcmalloc_minimal.so.4"
-    (tmp_path / "libtcmalloc.so.4.5").touch()
-    (tmp_path / "libtcmalloc.so.data").touch()
-    assert preloads.resolve("tcmalloc") == tmp_path / "libtcmalloc.so.4.5"
-
-
-def test_absent_libraries_are_skipped_by_name(monkeypatch, capsys):
-    monkeypatch.setattr(preloads, "find", lambda name: None)
-    cells = alloc.cells(options("alloc --recipe demo --ranks 1 --threads 2"))
-    assert {cell.allocator for cell in cells} == {"stock", "tuned"} and len(cells) == 8
-    printed = capsys.readouterr().out
-    for name in preloads.LIBRARIES:
-        assert f"skipped {name}: " in printed and preloads.LIBRARIES[name][0] in printed
 
 
 def test_another_allocator_than_requested_is_not_compared():
@@ -851,11 +721,6 @@ def test_a_job_that_fails_is_quoted():
         jobs.run(job)
 
 
-def test_every_family_says_what_it_is():
-    shown = make_parser().format_help()
-    assert all(family in shown for family in FAMILIES)
-
-
 @pytest.mark.full
 def test_what_watching_costs(longer):
     measured, printed = longer("watch")
@@ -908,16 +773,6 @@ def test_decoding_against_llama_cpp(longer):
     for row in rows.values():
         assert row["ratio"] == min(row["seconds"]["llama.cpp"]) / min(row["seconds"]["ours"]) > 0
     assert measured["built_with"] in printed and measured["version"] in printed
-
-
-def test_what_llama_cpp_was_not_compiled_for(tmp_path, monkeypatch):
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text("flags\t\t: fpu avx2 avx512f avx512_vnni\n")
-    built_with = "CPU : SSE3 = 1 | AVX2 = 1 | AVX512 = 1 | "
-    assert llama_cpp.missing_features(built_with, cpuinfo) == ["AVX512_VNNI"]
-    monkeypatch.setattr(llama_cpp.importlib.util, "find_spec", lambda name: name != "llama_cpp")
-    with pytest.raises(ValueError, match="needs llama-cpp-python: pip install -r requirements"):
-        llama_cpp.check_packages()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Config dataclasses: every field is documented, and every mistake is refused with its flag and the remedy."""
 
 import pickle
-import re
 from dataclasses import asdict, fields, replace
 
 import pytest
@@ -93,26 +92,6 @@ def test_gated_delta_nets_are_the_layers_of_a_pattern(flags, mixers):
     assert "".join(symbols[kind.mixer] for kind in model.layer_kinds) == mixers
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({}, "gated_delta_net needs either --linear-attention-freq, the layers"),
-        (
-            {"linear_attention_freq": "[1,0]"},
-            "--linear-attention-freq [1,0] has 2 layers, and --num-",
-        ),
-        (
-            {"linear_attention_freq": "2", "linear_num_value_heads": 40},
-            "40 is not divisible by --lin",
-        ),
-        ({"experimental_attention_variant": "dsa"}, "--experimental-attention-variant"),
-    ],
-)
-def test_wrong_gated_delta_nets_are_refused(flags, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        ModelConfig(**{**MODEL, **DELTA_NET, **flags})
-
-
 LAYERS = {"position_embedding_type": "rope", "window_size": "2,0", "num_layers": 4}
 
 
@@ -136,48 +115,6 @@ def test_each_layer_has_its_window_and_its_rope(flags, windows, ropes):
     model = ModelConfig(**{**MODEL, **LAYERS, **flags})
     assert [kind.window for kind in model.layer_kinds] == windows
     assert [kind.rope for kind in model.layer_kinds] == ropes
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            {"window_attn_skip_freq": "2", "window_size": None},
-            "-freq needs --window-size: pass both",
-        ),
-        (
-            {"window_attn_skip_freq": "[1,0]"},
-            "--window-attn-skip-freq [1,0] has 2 layers, and --num-",
-        ),
-        (
-            {"window_attn_skip_freq": "0"},
-            "--window-attn-skip-freq '0': pass a number above 0, or a list",
-        ),
-        (
-            {"no_rope_freq": "3"},
-            "--num-layers 4 is not divisible by --no-rope-freq 3: change one of",
-        ),
-        (
-            {"no_rope_freq": "[2]*4"},
-            "--no-rope-freq '[2]*4': pass a number above 0, or a list of 0 and",
-        ),
-        (
-            {"no_rope_freq": "2", "position_embedding_type": "none"},
-            "--no-rope-freq 2 needs rope: pass",
-        ),
-        (
-            {"window_rotary_base": 9.0, "window_size": None},
-            "--window-rotary-base needs --window-size",
-        ),
-        (
-            {"no_rope_freq": "2", "attention_multiplier": 0.5},
-            "is computed with rope of whole heads in",
-        ),
-    ],
-)
-def test_wrong_patterns_of_layers_are_refused(flags, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        ModelConfig(**{**MODEL, **LAYERS, **flags})
 
 
 def test_a_checkpoint_without_these_values_has_gpt2s_block():
