@@ -339,8 +339,8 @@ def sft_baseline(run: RunConfig, load_in: str | None, compiled: bool) -> sft.SFT
 
 
 def _our_side(run: RunConfig) -> tuple[Train, dict[str, Any]]:
+    from fugaku_megatron.costs.plan import Plan
     from fugaku_megatron.run import start
-    from fugaku_megatron.run.plan import Plan
 
     world = SoloComm()
     machine = start.configure_process(Plan(run, Layout.from_run(run, world.size)), world)

@@ -553,8 +553,8 @@ def place(world: MPIComm, computing: int, communicating: int) -> None:
 
 def main(world: MPIComm) -> None:
     """The rounds, on rank 0, after one that is not measured. The order: see `order`."""
+    from fugaku_megatron.costs.plan import Plan
     from fugaku_megatron.run import start
-    from fugaku_megatron.run.plan import Plan
 
     order, answer = child.order()
     names = list(order["jobs"])

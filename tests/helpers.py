@@ -28,12 +28,13 @@ from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.comm.grid import Grid, Groups
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import ModelConfig, RunConfig
+from fugaku_megatron.costs.plan import Plan
 from fugaku_megatron.data.dataset import Dataset, MockDataset
 from fugaku_megatron.nn.ops import FAMILIES, Ops
+from fugaku_megatron.pipeline.schedule import Schedule
 from fugaku_megatron.run import checkpoint_source
 from fugaku_megatron.run.checkpoint_source import Resume
 from fugaku_megatron.run.kernel_choice import build_ops
-from fugaku_megatron.run.plan import Plan
 from fugaku_megatron.training.trainer import IterationResult, Trainer
 from tests.threads import ThreadWorld
 
@@ -188,11 +189,26 @@ def make_trainer(
 
 
 def build_trainer(
-    run: RunConfig, world: Comm, *data: Any, groups: Groups | None = None, **more: Any
+    run: RunConfig,
+    world: Comm,
+    *data: Any,
+    groups: Groups | None = None,
+    make_schedule: Callable[[RunConfig, int], Schedule] | None = None,
+    **more: Any,
 ) -> Trainer:
-    """Lay a run out on a world, and build this rank's trainer. data: training and validation; groups: default: the run's"""
-    layout = Layout.from_run(run, world.size)
-    return Trainer(run, layout, world, groups or grid_groups(world, run), *data, **more)
+    """Lay a run out on a world, and build this rank's trainer.
+
+    data: training and validation
+    groups: default: the run's
+    make_schedule: (run, micro-batches) -> training schedule; default: the run's
+    """
+    plan = Plan.of(run, world.size)
+    trainer = Trainer(plan, world, groups or grid_groups(world, run), *data, **more)
+    if make_schedule:
+        trainer.schedule_of = lambda samples: make_schedule(
+            run, plan.layout.microbatches(run, samples)
+        )
+    return trainer
 
 
 def dry_trainer(rank: int, ranks: int, **changes: Any) -> Trainer:

@@ -22,10 +22,10 @@ from ..config.model import architecture
 from ..config.run_config import RunConfig
 from ..convert.open_weights import open_weights
 from ..convert.weights import Weights
+from ..costs.plan import Plan
 from ..run.checkpoint_source import Resume, find_checkpoint, open_pretrained
-from ..run.plan import Plan
 from ..text.named_files import JsonObject
-from ..training.trainer import ForeignModel
+from ..training.checkpoints import ForeignModel
 
 
 @dataclass(frozen=True)

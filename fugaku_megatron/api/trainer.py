@@ -26,6 +26,7 @@ from ..config.fields import check, flag
 from ..config.param_schedule import ParamSchedule
 from ..config.run_config import RunConfig
 from ..convert.hugging_face.carried_files import carry
+from ..costs.plan import Length, Plan
 from ..data.chat.chat_dataset import lost_lines
 from ..data.dataset import DataOrder, Dataset
 from ..data.token_arrays import Documents, TokenArrays
@@ -37,7 +38,6 @@ from ..run.checkpoint_source import Resume, with_padding
 from ..run.checks import check_run
 from ..run.data import Data, open_data
 from ..run.limits import MachineLimits
-from ..run.plan import Length, Plan
 from ..run.resume import carry_files, resume_training
 from ..run.start import build, connect
 from ..run.tokenizer import resolve_vocabulary, tokenizer_notes
@@ -223,8 +223,8 @@ class Trainer:
         world = self._world
         nodes = find_nodes(world)
         with everywhere():
-            plan = self._lasting(1).resolve(MachineLimits(world, nodes))
-            check_memory(plan.config, plan.layout, world, nodes)
+            plan = MachineLimits(world, nodes).resolve(self._lasting(1))
+            check_memory(plan, world, nodes)
         run = plan.config
         train_iters = self._run.training.train_iters
         self._plan = replace(
@@ -265,7 +265,7 @@ class Trainer:
         keeps = self._run.optimizer.use_checkpoint_opt_param_scheduler
         self._scheduled = keeps and resume.iteration is not None
         self._plan = replace(self._plan, config=replace(self._run, output=start.run.output))
-        trainer.run = replace(trainer.run, output=start.run.output)
+        trainer.plan = replace(trainer.plan, config=replace(trainer.run, output=start.run.output))
         self._weightless = self._run.lora.on
         self._carried = start.carried
         saved = resume.state.get("tokenizer")
@@ -393,10 +393,9 @@ class Trainer:
         )
         trainer = self._trainer
         run = self._with_length(self._run, end)
+        trainer.plan = replace(trainer.plan, config=replace(trainer.run, training=run.training))
         if not self._scheduled:
-            size = trainer.layout.global_batch_size(run)
-            trainer.param_schedule = ParamSchedule.from_run(run, size)
-        trainer.run = replace(trainer.run, training=run.training)
+            trainer.param_schedule = trainer.plan.param_schedule
         self._end = end
 
     def _steps(self, end: int) -> Iterator[Step]:

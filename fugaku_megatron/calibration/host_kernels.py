@@ -16,10 +16,10 @@ from torch import Tensor
 from ..cli.arguments import make_run
 from ..comm.base import SoloComm
 from ..comm.grid import Grid
-from ..config.layout import Layout
 from ..config.model import ModelConfig
 from ..config.run_config import RunConfig
 from ..costs.attention import ATTENTION_BACKWARD_SHARE, causal_attention_flops
+from ..costs.plan import Plan
 from ..data.dataset import MockDataset
 from ..host import kernels
 from ..host.timing import best_seconds
@@ -140,9 +140,9 @@ def _step_seconds(run: RunConfig) -> float:
     train, valid = (
         MockDataset(TINY["vocab_size"], run.model.seq_length, 1024, seed) for seed in (1, 2)
     )
-    layout = Layout.from_run(run, 1)
-    groups = Grid(*layout.sizes).groups(SoloComm())
-    trainer = Trainer(run, layout, SoloComm(), groups, train, valid)
+    plan = Plan.of(run, 1)
+    groups = Grid(*plan.layout.sizes).groups(SoloComm())
+    trainer = Trainer(plan, SoloComm(), groups, train, valid)
     try:
         return statistics.median(trainer.train_step().seconds for _ in range(STEPS))
     finally:

@@ -19,6 +19,7 @@ from ..comm.base import Comm, SoloComm
 from ..comm.grid import Groups
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
+from ..costs.plan import Plan
 from ..nn.ops import Ops
 from ..optim.muon import Muon
 from ..training.trainer import Trainer
@@ -259,7 +260,7 @@ def _trainer(small: Small, world: Comm, tools: Tools) -> Trainer:
     run, layout = small
     samples = samples_of(run, (ITERATIONS + 1) * layout.global_batch_size(run))
     groups = tools.connect(layout, world)
-    return Trainer(run, layout, world, groups, samples, samples, ops=tools.build_ops(run))
+    return Trainer(Plan(run, layout), world, groups, samples, samples, ops=tools.build_ops(run))
 
 
 def _record(

@@ -18,10 +18,9 @@ from ..cli.arguments import make_run
 from ..comm.base import Comm
 from ..comm.grid import Grid
 from ..comm.node import share_groups
-from ..config.layout import Layout
 from ..config.run_config import RunConfig
-from ..costs import memory, run_schedule
 from ..costs.flops import model_flops
+from ..costs.plan import Plan
 from ..data.dataset import MockDataset
 from ..host import kernels
 from ..host.cgroup import read_text
@@ -64,8 +63,7 @@ def make_trainer(run: RunConfig, comm: Comm) -> Trainer:
         Grid(comm.size, parallel.tensor_model_parallel_size, 1).groups(comm), kernels
     )
     return Trainer(
-        run,
-        Layout.from_run(run, comm.size),
+        Plan.of(run, comm.size),
         comm,
         groups,
         MockDataset(shape.vocab_size, shape.seq_length, 1 << 16, 1),
@@ -75,9 +73,7 @@ def make_trainer(run: RunConfig, comm: Comm) -> Trainer:
 
 
 def rank_bytes(run: RunConfig, ranks: int) -> float:
-    layout = Layout.from_run(run, ranks)
-    in_flight = run_schedule.full_batch_schedule(run, layout).in_flight(0)
-    return memory.stage_memory(run, layout, 0, in_flight).total
+    return Plan.of(run, ranks).memory[0].total
 
 
 def repeated(comm: Comm, call: Callable[[], object], limit: float) -> tuple[float, int]:

@@ -11,13 +11,13 @@ from ..config.run_config import RunConfig
 from ..costs.activations import sequence_shards
 from ..costs.buckets import adapter_parameters
 from ..costs.parameters import model_parameters
+from ..costs.plan import Plan
 from ..costs.run_schedule import recompute_name
 from ..costs.vocabulary import vocabulary_text
 from ..data.chat.chat_dataset import lost_lines, packing_lines
 from ..host.machine import fma_peak_gflops
 from ..observe.log.run_log import format_run
 from .data import Data
-from .plan import Plan
 
 # Share of the FP32 peak of multiply-adds that an iteration reaches: at best, and if little fits the caches.
 FMA_SHARE = (0.8, 0.3)

@@ -17,13 +17,13 @@ from ..comm.node import share_groups
 from ..config.layout import Layout
 from ..config.recipes import GPT2_VOCABULARY
 from ..config.run_config import RunConfig
+from ..costs.plan import Plan
 from ..host import kernels
 from ..layout_check.check import Files, Report, Tools, check_layout
 from ..nn.ops import FAMILIES, Ops
 from ..start.exit_codes import ExitCode
 from .kernel_choice import build_ops
 from .limits import MachineLimits
-from .plan import Plan
 from .start import configure_process
 
 
@@ -82,7 +82,7 @@ def check_run_layout(run: RunConfig, world: Comm, files: Files) -> Report:
     vocabulary = run.model.vocab_size or GPT2_VOCABULARY
     known = replace(run, model=replace(run.model, vocab_size=vocabulary))
     with everywhere():
-        plan = Plan.of(known, world.size).resolve(MachineLimits(world, nodes))
+        plan = MachineLimits(world, nodes).resolve(Plan.of(known, world.size))
     configure_process(plan, world, nodes)
     libraries = differing_libraries(world)
     folder = None

@@ -24,14 +24,14 @@ from ..config.fields import check, flag
 from ..config.lora import MATRICES, LoraConfig
 from ..config.model import COUNTED, MASKED, UNRESOLVED, ModelConfig
 from ..config.run_config import RunConfig
+from ..costs.plan import Plan
 from ..costs.vocabulary import padded_vocab_size
 from ..data.dataset import DataOrder
 from ..observe.export.history import HISTORY
 from ..text.foreign_models import hub_note, is_hugging_face, no_checkpoint
 from ..text.named_files import JsonObject
-from ..training.trainer import ForeignModel, Progress, layout_record
+from ..training.checkpoints import ForeignModel, Progress, layout_record
 from .loop import LOSS_CURVE
-from .plan import Plan
 
 OpenBase = Callable[[str, Comm, int | None], Checkpoint | ForeignModel]
 

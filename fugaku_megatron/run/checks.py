@@ -14,6 +14,7 @@ from ..config import batches
 from ..config.fields import FieldValues, check, flag
 from ..config.run_config import RANK_FIELDS, RunConfig
 from ..config.training import RECOMPUTE
+from ..costs.plan import Plan
 from ..data.chat.chat_files import check_mask_file
 from ..data.data_flags import listed_data, parse_data_path
 from ..data.indexed import check_files
@@ -21,7 +22,6 @@ from ..host import kernels
 from ..observe.export.history import HISTORY, read_run_history
 from ..observe.profile.profile import profiled_ranks
 from .checkpoint_source import Resume
-from .plan import Plan
 
 
 def check_same_run(run: RunConfig, world: Comm) -> list[str]:

@@ -9,6 +9,7 @@ from ..comm.agreement import Nodes, everywhere
 from ..comm.base import Comm
 from ..comm.grid import Groups
 from ..config.run_config import RunConfig
+from ..costs.plan import Plan
 from ..data.dataset import NEW_ORDER, DataOrder, Dataset, MockDataset, ValidationSets
 from ..data.index_cache import IN_MEMORY, IndexCache
 from ..data.marks import mark
@@ -17,7 +18,6 @@ from ..data.token_arrays import TokenArrays
 from ..host.allocator import node_bytes
 from ..text.named_files import JsonObject
 from ..training.micro_batches import datasets_of, reads_data
-from .plan import Plan
 from .tokenizer import end_of_document
 
 # Training and validation samples, on the ranks that read them.

@@ -18,6 +18,7 @@ from ..costs.buckets import gradient_collectives
 from ..costs.layers import layer_records
 from ..costs.memory import Memory, frozen_bytes
 from ..costs.parameters import active_parameters, model_parameters, stage_parameters
+from ..costs.plan import Plan
 from ..costs.run_schedule import recomputed_layers
 from ..costs.stages import stage_layers
 from ..costs.vocabulary import vocabulary_text
@@ -35,8 +36,7 @@ from ..pipeline.timeline import Costs, walk
 from ..planner import plan_text
 from ..planner.model import step
 from ..training.micro_batches import datasets_of
-from .limits import MachineLimits
-from .plan import Plan, modelled_system
+from .limits import MachineLimits, modelled_system
 
 LARGE_BUBBLE = 0.2  # from which on other layouts are worth a search
 SLOTS = 3  # of a micro-batch on a stage: forward, gradient of the input, gradient of the weights
@@ -225,7 +225,7 @@ def report(
 ) -> str:
     """Return the plan as text, and draw the pipeline over time into `png`."""
     node = Node.read(sys_root) if sys_root else None
-    plan = Plan.of(run, world_size).resolve(MachineLimits())
+    plan = MachineLimits().resolve(Plan.of(run, world_size))
     stages = [plan_stage(plan, stage) for stage in range(plan.layout.pp)]
     totals = [stage.memory.total for stage in stages]
     length = plan.length

@@ -8,11 +8,11 @@ from typing import Any
 
 from ..comm.base import Comm
 from ..config.run_config import RunConfig
+from ..costs.plan import Plan
 from ..host import kernels
 from ..nn.ops import FAMILIES, Int8, Ops
 from ..observe.numbers.abft import ALL
 from .kernel_timing import kernel_table, measure_kernels
-from .plan import Plan
 
 
 @dataclass(frozen=True)

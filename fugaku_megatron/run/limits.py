@@ -1,10 +1,10 @@
-"""This machine's bounds on a plan's automatic choices: node memory, ranks on a node."""
+"""A plan's automatic choices within this machine's bounds: node memory, ranks on a node."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,17 +12,23 @@ from ..comm.agreement import Nodes, find_nodes, on_root
 from ..comm.base import Comm
 from ..config import batches
 from ..config.layout import Layout
+from ..config.parallel import EITHER, P2P
 from ..config.run_config import RunConfig
-from ..costs import memory
+from ..costs import memory, run_schedule
 from ..costs.attention import attention_workspace_bytes
+from ..costs.plan import Plan
 from ..host.allocator import node_bytes
 from ..observe.resources.memory_watch import PROCESS_BYTES
+from ..pipeline.schedule_names import AUTO
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from ..planner.system import System
 
 MIB = 1 << 20
 # Share of a node's memory that a choice may use: the system and the error of the model need the rest.
 FIT = 0.9
+# Costs of this machine rank the schedules everywhere, so that a dry run on another machine makes the same choice.
+MACHINE = "a64fx"
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,23 @@ class MachineLimits:
 
     world: Comm | None = None
     nodes: Nodes | None = None
+
+    def resolve(self, plan: Plan) -> Plan:
+        """Return the plan with every automatic choice made. Collective.
+
+        Only --pipeline-schedule auto loads the performance model.
+        """
+        config = plan.config
+        layout = plan.layout
+        if layout.cp > 1 and not config.data.masks_attention and self.sequence_spans_nodes(layout):
+            config = _between_nodes(config)
+        choices: list[str] = []
+        ranks_schedules = config.parallel.pipeline_schedule == AUTO and layout.pp > 1
+        if ranks_schedules or config.training.recompute_auto:
+            space = self.tensor_bytes(config, layout)
+            resolve = _resolve_schedule if ranks_schedules else run_schedule.resolve_recompute
+            config, choices = on_root(self.world, partial(resolve, config, layout, space))
+        return replace(plan, config=config, choices=tuple(choices))
 
     def sequence_spans_nodes(self, layout: Layout) -> bool:
         if self.world is None or self.nodes is None:
@@ -43,7 +66,10 @@ class MachineLimits:
         return not self.world.all_reduce(together, "min")
 
     def tensor_bytes(self, config: RunConfig, layout: Layout) -> int:
-        """Return --memory-per-rank, or the smallest share of any node, whose ranks share nine tenths of it."""
+        """Return the bytes that a rank's tensors may have, the same on every rank.
+
+        --memory-per-rank, or the smallest share of any node, whose ranks share nine tenths of it
+        """
         fixed = PROCESS_BYTES + attention_workspace_bytes(config, torch.get_num_threads())
         if given := config.training.memory_per_rank:
             return given * MIB - fixed
@@ -54,5 +80,28 @@ class MachineLimits:
             share = int(self.world.all_reduce(torch.tensor(share // ranks), "min"))
         return share - fixed
 
-    def choose(self, choice: Callable[[], T]) -> T:
-        return on_root(self.world, choice)
+
+def modelled_system(layout: Layout) -> System:
+    """Return nodes of one rank each, a model of any machine."""
+    from ..planner.software import THIS_PROJECT
+    from ..planner.system import System
+
+    return System.from_names(MACHINE, THIS_PROJECT, layout.world_size, 1)
+
+
+def _resolve_schedule(
+    config: RunConfig, layout: Layout, space: float
+) -> tuple[RunConfig, list[str]]:
+    from ..planner import search
+
+    return search.resolve(config, layout, modelled_system(layout), space)
+
+
+def _between_nodes(config: RunConfig) -> RunConfig:
+    """Pass keys and values between nodes, behind attention, in layers without --cp-comm-type.
+
+    Only if sequences are not cut into documents: all ranks have the same work.
+    """
+    given = config.parallel.cp_comm_type or (EITHER,)
+    resolved = tuple(P2P if comm_type == EITHER else comm_type for comm_type in given)
+    return replace(config, parallel=replace(config.parallel, cp_comm_type=resolved))

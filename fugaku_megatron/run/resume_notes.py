@@ -19,7 +19,8 @@ from ..config.run_config import RunConfig
 from ..config.sample_rules import MAX_SAMPLE, Skips
 from ..costs.vocabulary import padded_vocab_size, vocabulary_padding
 from ..text.named_files import JsonObject
-from ..training.trainer import Trainer, layout_record
+from ..training.checkpoints import layout_record
+from ..training.trainer import Trainer
 from .checkpoint_source import Resume, counts_padding, saved_rows
 
 
@@ -91,7 +92,7 @@ def tracker_note(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
 def skip_notes(trainer: Trainer, resume: Resume) -> list[str]:
     """Return notes if --skip-samples differs from the saved run, ahead or in samples passed."""
     position = trainer.progress.consumed_samples
-    now = trainer.skips
+    now = trainer.plan.skips
     saved = Skips.parse(resume.config.get("data", {}).get("skip_samples"))
     before = saved.between(position, MAX_SAMPLE)
     after = now.between(position, MAX_SAMPLE)

@@ -18,6 +18,7 @@ from ..comm.grid import Grid, Groups
 from ..comm.node import share_groups
 from ..config.faults import COMPARISON_INTERVAL
 from ..config.run_config import RunConfig
+from ..costs.plan import Plan
 from ..data.reader_group import ReaderGroup
 from ..data.unchanged import records
 from ..host import allocator, kernels, runtime
@@ -49,7 +50,6 @@ from .data import Data, build_data, find_reader_group, no_evaluation_note, valid
 from .kernel_choice import build_ops, choose_kernels
 from .limits import MachineLimits
 from .loop import Session
-from .plan import Plan
 from .resume import resume_training
 from .tokenizer import resolve_vocabulary, tokenizer_notes
 
@@ -90,7 +90,7 @@ def configure_process(plan: Plan, world: Comm, nodes: Nodes | None = None) -> st
             reserve_core=parallel.overlap_grad_reduce or several_nodes and overlaps,
         ),
         nodes=nodes,
-        needed=rank_bytes(run, plan.layout, world.rank),
+        needed=rank_bytes(plan, world.rank),
     )
 
 
@@ -129,8 +129,7 @@ def build(
     )
     train, valid = data
     trainer = Trainer(
-        run,
-        plan.layout,
+        plan,
         world,
         observers.groups(communicators.groups),
         train,
@@ -181,7 +180,7 @@ def start(
     nodes = find_nodes(world)
     place(watchdog, world, nodes)
     with everywhere():
-        plan = replace(plan, config=run).resolve(MachineLimits(world, nodes))
+        plan = MachineLimits(world, nodes).resolve(replace(plan, config=run))
     resume = find_checkpoint(plan, world)
     plan = resumed_plan(plan, resume)
     run = plan.config
@@ -190,7 +189,7 @@ def start(
     communicators = connect(plan, world, nodes)
     say(*announce(notes, plan, machine, nodes.count), *plan.choices)
     with everywhere():
-        say(check_memory(run, plan.layout, world, nodes), iteration_line(plan))
+        say(check_memory(plan, world, nodes), iteration_line(plan))
 
     enter("the start: reading data")
     with telemetry.span(spans.DATALOADER):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 from ..comm.base import Comm, SoloComm
 from ..comm.grid import Groups
 from ..config.data import DataConfig
-from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..data import marks
 from ..data.build import Builder, Datasets, build_datasets, build_separate_datasets
@@ -93,9 +93,6 @@ class MicroBatchWindow:
         return batch
 
 
-Source = Prefetcher[np.ndarray] | ReaderBatches  # of micro-batches
-
-
 def needs_data(run: RunConfig, groups: Groups) -> bool:
     """Return True if this rank's stage uses samples: the first, the last, and with marks all stages."""
     placement = run.placement
@@ -137,64 +134,78 @@ def datasets_of(
     return build_datasets(data.data_path, data.split, num_samples, builder, data.legacy_split)
 
 
-@dataclass(frozen=True)
-class RunBatches:
-    """A run's batches on one rank.
+class SampleRange(NamedTuple):
+    """Samples that a reader reads.
 
-    waiting: context around every fetch of samples.
+    first: consumed samples before. sizes: global batch size, by consumed samples.
+    numbers: sample numbers of an iteration, see `data.sampler`.
     shift: rank r computes the samples of data-parallel rank r + shift.
     """
 
-    run: RunConfig
-    layout: Layout
-    groups: Groups
-    readers: ReaderGroup | None
-    waiting: Callable[[], AbstractContextManager[None]]
+    dataset: Dataset | None
+    first: int
+    sizes: BatchSizes
+    numbers: StepSamples = consecutive
     shift: int = 0
 
-    def _shifted(self, rank: int) -> int:
-        return (rank + self.shift) % self.groups.data_size
 
-    def open(
+class BatchReader:
+    """One data-parallel rank's micro-batches from a sample on, read ahead until `close`.
+
+    readers: ranks that share samples; None: this rank reads its own.
+    waiting: context around every fetch of samples.
+    """
+
+    def __init__(
         self,
-        dataset: Dataset | None,
-        consumed: int,
-        size: BatchSizes,
-        samples: StepSamples = consecutive,
-    ) -> Source | None:
-        """Open this rank's micro-batches from sample `consumed` on; None if the rank does not read. The caller closes it."""
-        if not reads_data(self.run, self.groups):
-            return None
+        run: RunConfig,
+        groups: Groups,
+        samples: SampleRange,
+        readers: ReaderGroup | None = None,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.run = run
+        self._groups = groups
+        self._waiting = waiting
+        self._dp_rank = (groups.data_rank + samples.shift) % groups.data_size
+        self._source: Prefetcher[np.ndarray] | ReaderBatches | None = None
+        if reads_data(run, groups):
+            self._source = self._open(samples, readers)
+
+    def _open(
+        self, samples: SampleRange, readers: ReaderGroup | None
+    ) -> Prefetcher[np.ndarray] | ReaderBatches:
+        groups = self._groups
+        dataset, first, sizes, numbers, shift = samples
         micro_batch_size = self.run.batch.micro_batch_size
-        groups = self.groups
-        readers = self.readers or ReaderGroup(SoloComm(), (groups.data_rank,))
-        readers = replace(readers, dp_ranks=tuple(map(self._shifted, readers.dp_ranks)))
+        readers = readers or ReaderGroup(SoloComm(), (groups.data_rank,))
+        dp_ranks = tuple((rank + shift) % groups.data_size for rank in readers.dp_ranks)
+        readers = replace(readers, dp_ranks=dp_ranks)
         if readers.comm.size > 1 or self.run.data.marked:
             return ReaderBatches(
-                readers, dataset, consumed, size, micro_batch_size, groups.data_size, samples
+                readers, dataset, first, sizes, micro_batch_size, groups.data_size, numbers
             )
         assert dataset is not None, "a rank that reads its own samples has the dataset"
         return Prefetcher(
             micro_batches(
-                dataset,
-                consumed,
-                size,
-                micro_batch_size,
-                self._shifted(groups.data_rank),
-                groups.data_size,
-                samples,
+                dataset, first, sizes, micro_batch_size, self._dp_rank, groups.data_size, numbers
             )
         )
 
-    def begin(self, source: Source | None) -> TokenCounts | None:
+    def close(self) -> None:
+        if self._source is not None:
+            self._source.close()
+
+    def begin(self) -> TokenCounts | None:
         """Begin an iteration or an evaluation batch; return a marked batch's work. Collective."""
+        source = self._source
         if isinstance(source, ReaderBatches):
-            with self.waiting():
+            with self._waiting():
                 source.begin()
         if not self.run.data.marked:
             return None
         own = source.work if isinstance(source, ReaderBatches) else TokenCounts(0, 0, 0)
-        groups = self.groups
+        groups = self._groups
         sums = [own.counted, own.squares, own.samples, own.padded]
         numbers = groups.tp.broadcast(torch.tensor(sums))
         mine = int(numbers[1])
@@ -204,37 +215,25 @@ class RunBatches:
         share = mine * groups.data_size / max(squares, 1)
         return TokenCounts(counted, squares, samples, share, padded)
 
-    def micro_batches(
-        self, source: Source | None, consumed: int, count: int
-    ) -> Iterator[MicroBatch]:
+    def micro_batches(self, consumed: int, count: int) -> Iterator[MicroBatch]:
         """Iterate over `count` micro-batches from sample `consumed` on; unused samples are None."""
-        groups = self.groups
+        groups = self._groups
+        data = self.run.data
         has_data = needs_data(self.run, groups)
         rows = None
         if groups.cp.size > 1:
             rows = positions(own_segments(self.run.model.seq_length // groups.cp.size, groups.cp))
         for index in range(count):
-            samples = self._next(source) if has_data else None
-            first = first_sample(
-                consumed,
-                index,
-                self.run.batch.micro_batch_size,
-                self._shifted(groups.data_rank),
-                groups.data_size,
-            )
-            if samples is not None and self.run.data.marked:
-                yield MicroBatch(
-                    index,
-                    samples[0],
-                    first,
-                    samples[1],
-                    documents_of(samples[1], self.run.data),
-                    rows,
-                )
+            samples = self._next() if has_data else None
+            size = self.run.batch.micro_batch_size
+            first = first_sample(consumed, index, size, self._dp_rank, groups.data_size)
+            if samples is not None and data.marked:
+                documents = documents_of(samples[1], data)
+                yield MicroBatch(index, samples[0], first, samples[1], documents, rows)
             else:
                 yield MicroBatch(index, samples, first, rows=rows)
 
-    def _next(self, source: Source | None) -> Tensor:
+    def _next(self) -> Tensor:
         """Broadcast a micro-batch to tensor-parallel ranks: int64 (s + 1, b), with marks (2, s + 1, b)."""
         shape: tuple[int, ...] = (
             self.run.model.seq_length + 1,
@@ -242,12 +241,12 @@ class RunBatches:
         )
         if self.run.data.marked:
             shape = (2, *shape)
-        with self.waiting():
-            if source:
-                samples = torch.from_numpy(next(source))
+        with self._waiting():
+            if self._source:
+                samples = torch.from_numpy(next(self._source))
             else:
                 samples = torch.empty(shape, dtype=torch.int64)
-            return self.groups.tp.broadcast(samples)
+            return self._groups.tp.broadcast(samples)
 
 
 def documents_of(marks: Tensor, data: DataConfig) -> PackedDocuments:

@@ -22,7 +22,7 @@ class Custom(Schedule):
 
 
 def custom(make: Make):
-    """Return a function for `Trainer.make_schedule`."""
+    """Return a function for the argument `make_schedule` of `make_trainer`."""
     return lambda run, microbatches: Custom("interleaved", run.placement, microbatches, make=make)
 
 

@@ -43,7 +43,7 @@ from fugaku_megatron.nn.ops import loss
 from fugaku_megatron.optim import buckets, loss_scaler, muon, optimizer
 from fugaku_megatron.run import check_layout as check_layout_module
 from fugaku_megatron.run.check_layout import connect, differing_libraries, small_ops
-from fugaku_megatron.training import step, trainer
+from fugaku_megatron.training import checkpoints, step, trainer
 from fugaku_megatron.training.micro_batches import MicroBatch, MicroBatchWindow
 from tests.campaigns.mutants.layouts import MOMENTS_IN_INT8
 from tests.helpers import DROPOUT, lay_out
@@ -229,13 +229,13 @@ def unordered_segments(patch: pytest.MonkeyPatch) -> None:
 
 
 def altered_checkpoint(patch: pytest.MonkeyPatch) -> None:
-    write = trainer.write_shards
+    write = checkpoints.write_shards
 
     def altered(rank, shards, *args):
         changed = [replace(shard, tensor=shard.tensor + 1.0) for shard in shards]
         return write(rank, changed, *args)
 
-    patch.setattr(trainer, "write_shards", altered)
+    patch.setattr(checkpoints, "write_shards", altered)
 
 
 def other_momentum_of_matrices(patch: pytest.MonkeyPatch) -> None:

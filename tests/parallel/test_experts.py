@@ -16,6 +16,7 @@ from fugaku_megatron.costs import experts
 from fugaku_megatron.costs.buckets import bucket_elements, updated_elements
 from fugaku_megatron.costs.flops import model_flops
 from fugaku_megatron.costs.parameters import active_parameters, model_parameters
+from fugaku_megatron.costs.plan import Plan
 from fugaku_megatron.costs.stages import stage_records
 from fugaku_megatron.data.marks import COUNTED, PADDED
 from fugaku_megatron.host import kernels
@@ -654,7 +655,7 @@ def test_bytes_of_divided_experts(model, layout):
 
     def rank(comm):
         groups = record(grid_groups(comm, run))
-        with contextlib.closing(Trainer(run, layout, comm, groups, mock(run))) as trainer:
+        with contextlib.closing(Trainer(Plan(run, layout), comm, groups, mock(run))) as trainer:
             trainer.train_step()
             sizes = [
                 [b.end - b.start for b in trainer.optimizer.flat.buckets if b.expert == expert]

@@ -14,12 +14,12 @@ from fugaku_megatron.cli.arguments import build_parser, interpret, parse
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.model import architecture
+from fugaku_megatron.costs.plan import Plan
 from fugaku_megatron.data.token_arrays import TokenArrays
 from fugaku_megatron.observe.export.metrics_writer import MetricsWriter
 from fugaku_megatron.run import data as data_module
 from fugaku_megatron.run.checks import check_early, with_listed_data
 from fugaku_megatron.run.loop import Session
-from fugaku_megatron.run.plan import Plan
 from fugaku_megatron.run.resume import resume_training
 from fugaku_megatron.run.train_command import with_checkpoint_model
 from tests.helpers import (

@@ -19,13 +19,13 @@ from fugaku_megatron.config.batches import run_length
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.megatron_flags import OTHER_FLAGS, OtherFlag
 from fugaku_megatron.config.recipes import RECIPES
+from fugaku_megatron.costs.plan import Plan
 from fugaku_megatron.observe.export import metrics_writer, wandb_run
 from fugaku_megatron.observe.export.metrics_writer import LogOutputs, MetricsWriter
 from fugaku_megatron.observe.export.wandb_run import WandbRun
 from fugaku_megatron.run import data as data_module
 from fugaku_megatron.run import start as start_module
 from fugaku_megatron.run.loop import Session
-from fugaku_megatron.run.plan import Plan
 from fugaku_megatron.run.tokenizer import read_tokenizer, with_vocabulary
 from tests.checks.tokenizers import PIECES, TEXTS, write_sentencepiece
 from tests.helpers import build_trainer, find_checkpoint, grid_groups, make_trainer, small_run

@@ -13,8 +13,8 @@ import torch
 from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.comm.agreement import Nodes, find_nodes
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs.attention import attention_workspace_bytes
+from fugaku_megatron.costs.plan import Plan
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.host import cgroup
 from fugaku_megatron.host.allocator import free_bytes, node_bytes, usage
@@ -27,7 +27,6 @@ from fugaku_megatron.observe.resources.memory_watch import (
 )
 from fugaku_megatron.run import announce
 from fugaku_megatron.run.dry_run import plan_stage
-from fugaku_megatron.run.plan import Plan
 from tests.helpers import small_run
 from tests.threads import ThreadWorld
 
@@ -41,14 +40,14 @@ def test_a_ranks_memory_is_the_dry_runs():
             "global_batch_size": 8,
         },
     )
-    layout = Layout.from_run(run, 8)
+    whole = Plan.of(run, 8)
     for rank in range(8):
-        plan = plan_stage(Plan(run, layout), rank // 2)
+        plan = plan_stage(whole, rank // 2)
         kernels = attention_workspace_bytes(
             run, torch.get_num_threads()
         )  # of threads that a dry run does not know
         assert (
-            memory_module.rank_bytes(run, layout, rank)
+            memory_module.rank_bytes(whole, rank)
             == plan.memory.total + kernels + memory_module.PROCESS_BYTES
         )
 
@@ -56,7 +55,7 @@ def test_a_ranks_memory_is_the_dry_runs():
 def test_a_model_that_does_not_fit_is_refused_with_both_figures():
     run = make_run("30b", {"global_batch_size": 1})
     with pytest.raises(ValueError) as error:
-        memory_module.check_memory(run, Layout.from_run(run, 1), SoloComm())
+        memory_module.check_memory(Plan.of(run, 1), SoloComm())
     needed, has = map(float, re.findall(r"([\d.]+) GiB", str(error.value)))
     assert needed > 400 and has == pytest.approx(memory_module.node_bytes() / 2**30, abs=0.1)
     assert (
@@ -67,21 +66,20 @@ def test_a_model_that_does_not_fit_is_refused_with_both_figures():
 
 
 def test_the_ranks_of_a_node_are_added_up(monkeypatch):
-    run = small_run(pipeline_model_parallel_size=2)
-    layout = Layout.from_run(run, 2)
-    both = sum(memory_module.rank_bytes(run, layout, rank) for rank in range(2))
+    plan = Plan.of(small_run(pipeline_model_parallel_size=2), 2)
+    both = sum(memory_module.rank_bytes(plan, rank) for rank in range(2))
     monkeypatch.setattr(memory_module, "node_bytes", lambda: both)
-    lines = ThreadWorld(2).run(lambda world: memory_module.check_memory(run, layout, world))
+    lines = ThreadWorld(2).run(lambda world: memory_module.check_memory(plan, world))
     assert lines[0] == lines[1] and "2 ranks of this node" in lines[0] and "(model)" in lines[0]
     monkeypatch.setattr(memory_module, "node_bytes", lambda: both // 2)
     with pytest.raises(ValueError, match="for its 2 ranks"):
-        ThreadWorld(2).run(lambda world: memory_module.check_memory(run, layout, world))
+        ThreadWorld(2).run(lambda world: memory_module.check_memory(plan, world))
 
 
 def test_the_time_of_an_iteration_is_estimated_from_a_measured_peak(monkeypatch):
     run = small_run()
     monkeypatch.setattr(announce, "fma_peak_gflops", lambda rounds: 1e-2)  # 10 MFLOP/s
-    line = announce.iteration_line(Plan(run, Layout.from_run(run, 1)))
+    line = announce.iteration_line(Plan.of(run, 1))
     low, high = map(float, re.search(r"about ([\d.]+) s to ([\d.]+) s", line).groups())
     assert high / low == pytest.approx(0.8 / 0.3, rel=0.1)
 

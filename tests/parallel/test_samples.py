@@ -12,14 +12,13 @@ from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.comm.agreement import find_nodes
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.batches import RampUp, length
-from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.sample_rules import Skips
 from fugaku_megatron.config.training import TrainingConfig
+from fugaku_megatron.costs.plan import Plan
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.data.reader_group import ReaderBatches, ReaderGroup, build_reader_group
 from fugaku_megatron.data.sampler import micro_batches
 from fugaku_megatron.run.announce import skip_line
-from fugaku_megatron.run.plan import Plan
 from fugaku_megatron.run.resume import Resume, resume_training
 from fugaku_megatron.training.micro_batches import reads_data
 from fugaku_megatron.training.trainer import Trainer
@@ -95,7 +94,7 @@ def test_an_error_of_the_reader_is_raised():
 @pytest.mark.parametrize("changes", [PP2, TP2], ids=str)
 def test_losses_do_not_depend_on_who_reads(changes):
     run = small_run(num_layers=2, **changes)
-    layout = Layout.from_run(run, 4)
+    plan = Plan.of(run, 4)
 
     def losses(world, shared):
         torch.set_num_threads(1)
@@ -109,7 +108,7 @@ def test_losses_do_not_depend_on_who_reads(changes):
         )
         reads = readers.reads if shared and readers else not shared
         data = (mock(run), mock(run, 8)) if reads else (None, None)
-        with closing(Trainer(run, layout, world, groups, *data, readers=readers)) as trainer:
+        with closing(Trainer(plan, world, groups, *data, readers=readers)) as trainer:
             trained = [trainer.train_step().loss for _ in range(2)]
             return [*trained, trainer.evaluate(trainer.valid, 16, 2), trainer.train_step().loss]
 

@@ -15,6 +15,7 @@ from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.costs import run_schedule
 from fugaku_megatron.costs.attention import attention_workspace_bytes
 from fugaku_megatron.costs.memory import stage_memory
+from fugaku_megatron.costs.plan import Plan
 from fugaku_megatron.observe.resources import memory_watch as memory_module
 from fugaku_megatron.pipeline.schedule_names import AUTO
 from fugaku_megatron.planner import peak_memory, search
@@ -22,7 +23,6 @@ from fugaku_megatron.planner.system import System
 from fugaku_megatron.run import limits
 from fugaku_megatron.run.dry_run import report
 from fugaku_megatron.run.limits import MachineLimits
-from fugaku_megatron.run.plan import Plan
 from tests.checks.allocations import MICROBATCHES, PIPELINE, STAGES
 from tests.helpers import small_run
 from tests.threads import ThreadWorld
@@ -133,7 +133,7 @@ def test_all_ranks_choose_for_the_fullest_node(monkeypatch):
     lines = ThreadWorld(4).run(lambda world: MachineLimits(world).tensor_bytes(run, layout))
     fixed = memory_module.PROCESS_BYTES + attention_workspace_bytes(run, torch.get_num_threads())
     assert lines == [int(limits.FIT * memory_module.node_bytes()) // 4 - fixed] * 4
-    plans = ThreadWorld(4).run(lambda world: Plan.of(run, world.size).resolve(MachineLimits(world)))
+    plans = ThreadWorld(4).run(lambda world: MachineLimits(world).resolve(Plan.of(run, world.size)))
     assert all(plan == plans[0] for plan in plans) and "none" in plans[0].choices[0]
 
 
@@ -205,7 +205,7 @@ def test_every_rank_and_the_dry_run_choose_the_same():
     run = small_run(
         num_layers=4, pipeline_model_parallel_size=2, pipeline_schedule=AUTO, recompute_auto=True
     )
-    plans = ThreadWorld(4).run(lambda world: Plan.of(run, world.size).resolve(MachineLimits(world)))
+    plans = ThreadWorld(4).run(lambda world: MachineLimits(world).resolve(Plan.of(run, world.size)))
     assert all(plan == plans[0] for plan in plans)
     assert plans[0].config.parallel.pipeline_schedule != AUTO
     assert plans[0].choices[0] in report(run, 4)
@@ -213,7 +213,7 @@ def test_every_rank_and_the_dry_run_choose_the_same():
 
 def test_one_stage_has_nothing_to_choose():
     run = small_run(pipeline_schedule=AUTO)
-    assert Plan.of(run, 1).resolve(MachineLimits()) == Plan(run, Layout.from_run(run, 1))
+    assert MachineLimits().resolve(Plan.of(run, 1)) == Plan(run, Layout.from_run(run, 1))
     assert "schedule 1f1b" in report(run, 1)
 
 
@@ -235,9 +235,9 @@ import fugaku_megatron.run.start
 from fugaku_megatron.comm.agreement import find_nodes
 from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.run.limits import MachineLimits
-from fugaku_megatron.run.plan import Plan
+from fugaku_megatron.costs.plan import Plan
 run = make_run("124m", {"pipeline_model_parallel_size": 2, "recompute_auto": True, "memory_per_rank": 4000, "train_iters": 1})
-print(Plan.of(run, 2).resolve(MachineLimits()).choices[0], [name for name in sys.modules if name.startswith("fugaku_megatron.planner")])
+print(MachineLimits().resolve(Plan.of(run, 2)).choices[0], [name for name in sys.modules if name.startswith("fugaku_megatron.planner")])
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
@@ -268,6 +268,6 @@ def test_keys_are_passed_between_nodes(given, hosts, documents, ways):
 
     def resolved(world):
         limits = MachineLimits(world, find_nodes(world, hosts[world.rank]))
-        return Plan.of(run, 4).resolve(limits).config.parallel.cp_comm_type
+        return limits.resolve(Plan.of(run, 4)).config.parallel.cp_comm_type
 
     assert ThreadWorld(4).run(resolved) == [ways] * 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -16,8 +17,9 @@ from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.nn.parameter import PARAMETER_DTYPES
 from fugaku_megatron.optim.buckets import BucketComm
 from fugaku_megatron.run.resume import resume_training
+from fugaku_megatron.training.checkpoints import Progress
 from fugaku_megatron.training.micro_batches import reads_data
-from fugaku_megatron.training.trainer import Progress, Trainer
+from fugaku_megatron.training.trainer import Trainer
 from tests.checks.moments import BF16_MOMENTS
 from tests.helpers import (
     DROPOUT,
@@ -93,11 +95,9 @@ def test_a_micro_batch_is_one_broadcast_over_tensor_parallel_ranks():
         tp.broadcast = lambda tensor, *root: (
             sent.append((tensor.dtype, tuple(tensor.shape))) or verb(tensor, *root)
         )
-        source = trainer.batches.open(trainer.train, 0, trainer.batch_size)
         count = trainer.layout.microbatches(trainer.run, 16)
-        micro_batches = list(trainer.batches.micro_batches(source, 0, count))
-        if source:
-            source.close()
+        with closing(trainer.read_train(0)) as reader:
+            micro_batches = list(reader.micro_batches(0, count))
         assert all(torch.equal(batch.tokens[1:], batch.labels[:-1]) for batch in micro_batches)
         return sent, count
 

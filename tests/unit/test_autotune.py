@@ -6,12 +6,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.layout import Layout
+from fugaku_megatron.costs.plan import Plan
 from fugaku_megatron.host.observed import Observed
 from fugaku_megatron.nn.ops import FAMILIES as OPERATIONS
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.run import kernel_timing
 from fugaku_megatron.run.kernel_choice import choose_kernels
-from fugaku_megatron.run.plan import Plan
 from tests.helpers import small_run
 from tests.llama_models import FAMILIES
 

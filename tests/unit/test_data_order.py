@@ -16,12 +16,12 @@ import fugaku_megatron as fm
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.comm.grid import Grid
 from fugaku_megatron.config.layout import Layout
+from fugaku_megatron.costs.plan import Plan
 from fugaku_megatron.data.build import Builder, build_datasets, build_separate_datasets
 from fugaku_megatron.data.dataset import NEW_ORDER, DataOrder, Dataset
 from fugaku_megatron.data.index_cache import IndexCache
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
 from fugaku_megatron.run.data import build_data
-from fugaku_megatron.run.plan import Plan
 from fugaku_megatron.run.resume import resume_training
 from tests.helpers import find_checkpoint, make_trainer, small_run
 

@@ -6,10 +6,11 @@ from fugaku_megatron.cli.arguments import make_run, parse
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs.parameters import model_parameters, stage_parameters
+from fugaku_megatron.costs.plan import Plan
 from fugaku_megatron.observe.log import schedule_plot
 from fugaku_megatron.planner import plan_text
 from fugaku_megatron.run.dry_run import plan_stage, report
-from fugaku_megatron.run.plan import Plan, modelled_system
+from fugaku_megatron.run.limits import modelled_system
 from fugaku_megatron.run.train_command import print_plan
 from tests.checks.topology import SERVERS, tree
 from tests.helpers import small_run

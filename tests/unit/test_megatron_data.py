@@ -11,11 +11,11 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.param_schedule import ParamSchedule
 from fugaku_megatron.config.sample_rules import Skips, StepSizes
 from fugaku_megatron.config.training import TrainingConfig
+from fugaku_megatron.costs.plan import Plan
 from fugaku_megatron.data.build import Builder, build_datasets, build_separate_datasets
 from fugaku_megatron.data.data_flags import parse_data_path, parse_split, split_documents
 from fugaku_megatron.data.dataset import BlendedDataset
 from fugaku_megatron.run.data import build_data
-from fugaku_megatron.run.plan import Plan
 from tests.checks.corpus import write
 from tests.helpers import SMALL
 

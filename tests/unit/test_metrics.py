@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from fugaku_megatron.costs.plan import Plan
 from fugaku_megatron.observe.export import history, metrics_writer
 from fugaku_megatron.observe.export.metrics_writer import LogOutputs, MetricsWriter
 from fugaku_megatron.observe.log.iteration_metrics import (
@@ -18,7 +19,6 @@ from fugaku_megatron.observe.log.iteration_metrics import (
     parse_line,
     parse_log,
 )
-from fugaku_megatron.run.plan import Plan
 from tests.helpers import A100, small_run
 
 

@@ -11,8 +11,8 @@ from fugaku_megatron.cli.names_elsewhere import EQUIVALENTS
 from fugaku_megatron.cli.parser import Parser
 from fugaku_megatron.config.fields import flag
 from fugaku_megatron.config.run_config import GROUPS
+from fugaku_megatron.costs.plan import Plan
 from fugaku_megatron.planner import progress
-from fugaku_megatron.run.plan import Plan
 from tests.checks.refusals import assert_refusal, refusals
 
 PARSER = build_parser()

@@ -92,7 +92,7 @@ def test_the_planner_and_the_supervisor_load_neither_torch_nor_mpi():
         if name.split(".")[1] in WITHOUT_TORCH
         and not name.startswith("fugaku_megatron.jobs.")  # the grid of process groups
     ]
-    planning += ["fugaku_megatron.jobs.supervise", "fugaku_megatron.run.plan"]
+    planning += ["fugaku_megatron.jobs.supervise", "fugaku_megatron.costs.plan"]
     code = f"import sys, {', '.join(planning)}; print({{'torch', 'mpi4py'}} & {{*sys.modules}})"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout == "set()\n", result.stderr

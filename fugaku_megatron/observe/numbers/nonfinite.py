@@ -203,7 +203,7 @@ class Search:
         size = trainer.run.batch.micro_batch_size
         microbatch = instruction.microbatch
         first = first_sample(self.consumed, microbatch, size, groups.data_rank, groups.data_size)
-        batch = trainer.skips.samples(self.consumed, trainer.batch_size(self.consumed))
+        batch = trainer.plan.skips.samples(self.consumed, trainer.plan.batch_sizes(self.consumed))
         begin = batch[first - self.consumed]
         end = batch[first - self.consumed + size - 1]
         if produced:

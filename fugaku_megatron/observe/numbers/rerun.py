@@ -183,7 +183,7 @@ class Rerun:
     def _same_bits(self, consumed: int, first: Sums, again: float) -> tuple[float, str]:
         """Find out if a core repeats its mistake; return (loss to use, verdict). Collective."""
         trainer = self.trainer
-        samples = trainer.skips.samples(consumed, trainer.batch_size(consumed))
+        samples = trainer.plan.skips.samples(consumed, trainer.plan.batch_sizes(consumed))
         skip = (
             f"--skip-samples {samples[0]}:{samples[-1] + 1} leaves it out of a run that continues "
             "from an earlier checkpoint"

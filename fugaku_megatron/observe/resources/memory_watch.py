@@ -16,10 +16,9 @@ from ...comm.base import Comm
 from ...comm.grid import Grid
 from ...config import batches
 from ...config.fields import check
-from ...config.layout import Layout
-from ...config.run_config import RunConfig
-from ...costs import memory, run_schedule
+from ...costs import memory
 from ...costs.attention import attention_workspace_bytes
+from ...costs.plan import Plan
 from ...host.allocator import free_bytes, node_bytes, usage
 from ...training.trainer import IterationResult
 from ..observer import MetricValues, Observer
@@ -114,22 +113,21 @@ class MemoryWatch(Observer):
         )
 
 
-def rank_bytes(run: RunConfig, layout: Layout, rank: int) -> int:
+def rank_bytes(plan: Plan, rank: int) -> int:
     """Return a rank's peak bytes: the --dry-run model and the process itself."""
-    stage = Grid(*layout.sizes).coords(rank)[1]
-    in_flight = run_schedule.full_batch_schedule(run, layout).in_flight(stage)
-    tensors = memory.stage_memory(run, layout, stage, in_flight).total
-    attention = attention_workspace_bytes(run, torch.get_num_threads())
-    return tensors + attention + PROCESS_BYTES
+    stage = Grid(*plan.layout.sizes).coords(rank)[1]
+    attention = attention_workspace_bytes(plan.config, torch.get_num_threads())
+    return plan.memory[stage].total + attention + PROCESS_BYTES
 
 
-def check_memory(run: RunConfig, layout: Layout, world: Comm, nodes: Nodes | None = None) -> str:
+def check_memory(plan: Plan, world: Comm, nodes: Nodes | None = None) -> str:
     """Return the log's line. ValueError if a node has too little memory. Collective."""
-    own = rank_bytes(run, layout, world.rank)
+    own = rank_bytes(plan, world.rank)
     has = node_bytes()
     here = (nodes or find_nodes(world)).ranks
-    samples = batches.run_length(run, layout.global_batch_size(run))[1]
-    needed = int(here.all_reduce(torch.tensor(own))) + memory.data_index_bytes(run, samples)
+    samples = batches.run_length(plan.config, plan.global_batch_size)[1]
+    needed = int(here.all_reduce(torch.tensor(own)))
+    needed += memory.data_index_bytes(plan.config, samples)
     agree(
         world,
         lambda: check(

@@ -1,45 +1,23 @@
-"""A run's plan: layout, schedule, memory, FLOPs and length, computed once from its config. No
-torch.
+"""A run's plan: everything that follows from its flags and its world size, computed once. No torch.
 
-The command, the library and --dry-run build the same plan.
+The command, the library, --dry-run, --check-layout and the report build the same plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 from ..config import batches
-from ..config.layout import Layout
+from ..config.layout import Layout, evaluation_run
 from ..config.output import default_log_interval
-from ..config.parallel import EITHER, P2P
 from ..config.param_schedule import ParamSchedule
 from ..config.run_config import RunConfig
-from ..costs import memory, run_schedule
-from ..costs.flops import hardware_flops, model_flops
+from ..config.sample_rules import Skips
 from ..pipeline.schedule import Schedule
-from ..pipeline.schedule_names import AUTO
-
-if TYPE_CHECKING:
-    from ..planner.system import System
-
-T = TypeVar("T")
-
-# Costs of this machine rank the schedules everywhere, so that a dry run on another machine makes the same choice.
-MACHINE = "a64fx"
-
-
-class Limits(Protocol):
-    """Bounds that the machine sets on automatic choices. Every method is collective."""
-
-    def sequence_spans_nodes(self, layout: Layout) -> bool: ...
-
-    def tensor_bytes(self, config: RunConfig, layout: Layout) -> int:
-        """Return the bytes that a rank's tensors may have, the same on every rank."""
-
-    def choose(self, choice: Callable[[], T]) -> T: ...
+from . import memory, run_schedule
+from .flops import hardware_flops, model_flops
 
 
 class Flops(NamedTuple):
@@ -70,12 +48,12 @@ class Length(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Config, and everything that follows from it and the world size. `resolve` makes its automatic choices.
+    """Config, and everything that follows from it and the world size.
 
-    choices: the log's lines about them
+    choices: the log's lines about automatic choices, which `MachineLimits.resolve` makes
     iteration, consumed_samples: the run begins here
 
-    Slow values are computed at their first use.
+    Values are computed at their first use.
     """
 
     config: RunConfig
@@ -89,49 +67,46 @@ class Plan:
         """Lay the run out. Raise ValueError with flag and remedy if it does not fit."""
         return Plan(config, Layout.from_run(config, world_size))
 
-    def resolve(self, limits: Limits) -> Plan:
-        """Return the plan with every automatic choice made. Collective.
-
-        Only --pipeline-schedule auto loads the performance model.
-        """
-        config = self.config
-        layout = self.layout
-        masked = config.data.masks_attention
-        if layout.cp > 1 and not masked and limits.sequence_spans_nodes(layout):
-            config = _between_nodes(config)
-        choices: list[str] = []
-        ranks_schedules = config.parallel.pipeline_schedule == AUTO and layout.pp > 1
-        if ranks_schedules or config.training.recompute_auto:
-            space = limits.tensor_bytes(config, layout)
-            if ranks_schedules:
-                from ..planner import search
-
-                system = modelled_system(layout)
-                config, choices = limits.choose(
-                    lambda: search.resolve(config, layout, system, space)
-                )
-            else:
-                config, choices = limits.choose(
-                    lambda: run_schedule.resolve_recompute(config, layout, space)
-                )
-        return replace(self, config=config, choices=tuple(choices))
-
     def resumed(self, iteration: int, consumed_samples: int) -> Plan:
         return replace(self, iteration=iteration, consumed_samples=consumed_samples)
 
-    @property
+    @cached_property
     def global_batch_size(self) -> int:
         """Samples in an iteration, after a ramp-up."""
         return self.layout.global_batch_size(self.config)
 
-    @property
+    @cached_property
+    def eval_batch_size(self) -> int:
+        return self.layout.eval_batch_size(self.config)
+
+    @cached_property
+    def batch_sizes(self) -> batches.Sizes:
+        """Samples in an iteration, by consumed samples."""
+        return batches.sizes_of(self.config, self.global_batch_size)
+
+    @cached_property
+    def skips(self) -> Skips:
+        """Samples that --skip-samples leaves out."""
+        return Skips.parse(self.config.data.skip_samples)
+
+    @cached_property
+    def evaluation(self) -> Plan:
+        """Plan with the micro-batches of an evaluation."""
+        return replace(self, config=evaluation_run(self.config))
+
+    @cached_property
     def microbatches(self) -> int:
         """A rank's micro-batches at the full global batch size."""
         return self.layout.microbatches(self.config, self.global_batch_size)
 
     @cached_property
     def schedule(self) -> Schedule:
-        return run_schedule.build_schedule(self.config, self.microbatches)
+        return self.schedule_of(self.global_batch_size)
+
+    def schedule_of(self, samples: int) -> Schedule:
+        """Return the pipeline schedule of an iteration. samples: its global batch size"""
+        microbatches = self.layout.microbatches(self.config, samples)
+        return run_schedule.build_schedule(self.config, microbatches)
 
     @cached_property
     def param_schedule(self) -> ParamSchedule:
@@ -148,6 +123,7 @@ class Plan:
 
     @cached_property
     def memory(self) -> tuple[memory.Memory, ...]:
+        """Memory of a rank of each stage."""
         return tuple(
             memory.stage_memory(self.config, self.layout, stage, self.schedule.in_flight(stage))
             for stage in range(self.layout.pp)
@@ -190,25 +166,7 @@ class Plan:
         """
         training = self.config.training
         if not training.full_validation:
-            return evaluations * training.eval_iters * self.layout.eval_batch_size(self.config)
+            return evaluations * training.eval_iters * self.eval_batch_size
         if self.config.data.mock_data:
-            return training.eval_iters * self.layout.eval_batch_size(self.config)
+            return training.eval_iters * self.eval_batch_size
         return None
-
-
-def modelled_system(layout: Layout) -> System:
-    """Return nodes of one rank each, a model of any machine."""
-    from ..planner.software import THIS_PROJECT
-    from ..planner.system import System
-
-    return System.from_names(MACHINE, THIS_PROJECT, layout.world_size, 1)
-
-
-def _between_nodes(config: RunConfig) -> RunConfig:
-    """Pass keys and values between nodes, behind attention, in layers without --cp-comm-type.
-
-    Only if sequences are not cut into documents: all ranks have the same work.
-    """
-    given = config.parallel.cp_comm_type or (EITHER,)
-    resolved = tuple(P2P if comm_type == EITHER else comm_type for comm_type in given)
-    return replace(config, parallel=replace(config.parallel, cp_comm_type=resolved))
