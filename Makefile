@@ -186,22 +186,22 @@ test-targets: setup $(STAMPS)/kernels $(STAMPS)/test-packages
 	$(PYTEST) --share $(SHARE) --share-from $(MANY) tests/kernels
 	@for target in $$($(BIN)/python -c "from fugaku_megatron.host import kernels; print(*kernels.runnable_targets())"); do \
 	    FUGAKU_MEGATRON_TARGET=$$target $(PYTEST) --share $(SHARE) -m "not full" \
-	        tests/parallel/test_layouts.py tests/parallel/test_families.py || exit 1; \
+	        tests/training/test_layouts.py tests/training/test_families.py || exit 1; \
 	done
 
 test-slow: setup $(STAMPS)/kernels $(STAMPS)/slow-packages
 	$(PYTEST) -m "slow and not arm"
 
 test-openmpi: setup $(STAMPS)/test-packages $(STAMPS)/openmpi
-	$(PYTEST) -m "mpi and not (slow or full)" --mpi openmpi tests/system tests/campaigns
+	$(PYTEST) -m "mpi and not (slow or full)" --mpi openmpi
 
 # A version that cannot be downloaded is left out, with a line that says why (exit status 3 of tools/other_torch.py).
 # The same library as for the tests of .venv's torch: the arena in torch's allocator, the OpenMP runtime, files, kernels, training.
 test-torch: TORCH_TESTS := \
-    tests/system/test_allocator.py::test_few_addresses_are_enough_to_go_on \
-    tests/system/test_setup.py::test_a_process_has_one_openmp_runtime \
-    tests/unit/test_tensor_files.py tests/kernels/test_gate.py tests/kernels/test_adamw.py \
-    tests/parallel/test_layouts.py tests/system/mpi/test_cli.py -m "smoke or unit or kernels or (system and not mpi)"
+    tests/host/test_allocator.py::test_few_addresses_are_enough_to_go_on \
+    tests/packaging/test_setup.py::test_a_process_has_one_openmp_runtime \
+    tests/checkpoint/test_tensor_files.py tests/kernels/test_gate.py tests/kernels/test_adamw.py \
+    tests/training/test_layouts.py tests/cli/test_ranks.py -m "smoke or unit or kernels or (system and not mpi)"
 test-torch-full: TORCH_TESTS := -m "(unit or kernels or smoke) and not (slow or docs or full)"
 test-torch test-torch-full: setup $(STAMPS)/kernels $(STAMPS)/test-packages
 	@for version in $(OTHER_TORCH); do \
@@ -211,7 +211,7 @@ test-torch test-torch-full: setup $(STAMPS)/kernels $(STAMPS)/test-packages
 	done
 
 docs: setup $(STAMPS)/test-packages
-	$(PYTEST) --durations=12 -m docs tests/system/test_docs_commands.py
+	$(PYTEST) --durations=12 -m docs tests/docs/test_docs_commands.py
 
 # --strict makes a broken link an error, but not with --quiet. The variable silences an announcement of the theme's makers.
 site: $(STAMPS)/docs-packages
@@ -235,10 +235,10 @@ wheels: arm-env $(STAMPS)/kernels
 	$(BIN)/python -m tools.wheels
 
 wheel-test: $(STAMPS)/test-packages
-	$(BIN)/python -m pytest -q -m slow tests/system/test_wheel.py
+	$(BIN)/python -m pytest -q -m slow tests/packaging/test_wheel.py
 
 setup-test: $(STAMPS)/test-packages
-	$(BIN)/python -m pytest -q -m slow tests/system/test_setup_mpi.py
+	$(BIN)/python -m pytest -q -m slow tests/packaging/test_setup_mpi.py
 
 # Allocators and layouts take longer: python -m benchmarks alloc, python -m benchmarks step --ranks 2
 bench: setup

@@ -1,10 +1,12 @@
-"""Options of the test suite, the kind of each test, and what every test file must leave as it was."""
+"""Options of the test suite, the kind of each test, fixtures that start runs, and what every test file must leave as it was."""
 
 import gc
 import importlib.util
 import os
 import platform
+import shlex
 import signal
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -13,23 +15,17 @@ import torch
 
 from fugaku_megatron.host import kernels
 from fugaku_megatron.host.machine import cpu_model
-from tests.system.mpi import launch
+from tests.mpi import launch
 
 pytest.register_assert_rewrite("tests.checks")
 
 TESTS = Path(__file__).resolve().parent
 PACKAGE = TESTS.parent / "fugaku_megatron"
-KINDS = (
-    "unit",
-    "kernels",
-    "parallel",
-    "system",
-    "arm",
-    "campaigns",
-)  # the folders below tests/, and their markers
+# Every test file names its kind: pytestmark = pytest.mark.unit
+KINDS = ("unit", "kernels", "parallel", "system", "arm", "campaigns")
 STARTS_PROCESSES = ("system", "campaigns", "docs", "mpi")
 # Files of which one test takes a minute. They go first: at the end the other workers would wait for it.
-LONGEST = ("test_benchmarks.py", "test_jobs_local.py")
+LONGEST = (TESTS / "benchmarks" / "test_benchmarks.py", TESTS / "jobs" / "test_local.py")
 
 
 def pytest_addoption(parser):
@@ -105,7 +101,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config, items):
-    """Mark every test with its folder, unless it says itself of which kind it is. A second MPI is for tests that take `mpi`.
+    """Resolve every test's kind. A second MPI is for tests that take `mpi`.
 
     A test that starts processes while other workers use the same cores runs again when it fails; the report names it.
     """
@@ -114,12 +110,26 @@ def pytest_collection_modifyitems(config, items):
     )
     if config.getoption("--mpi") == "openmpi":
         items[:] = [item for item in items if "mpi" in item.fixturenames]
+    resolve_kinds(items)
     for item in items:
-        kind = item.path.relative_to(TESTS).parts[0]
-        if kind in KINDS and not any(mark.name in KINDS for mark in item.iter_markers()):
-            item.add_marker(kind)
         if shares_cores and any(mark.name in STARTS_PROCESSES for mark in item.iter_markers()):
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+def resolve_kinds(items):
+    """Replace the kind of a file by the kind of each of its tests, which is the file's unless the test is marked itself."""
+    of_file = {}
+    for module in {item.getparent(pytest.Module) for item in items}:
+        kinds = [mark for mark in module.own_markers if mark.name in KINDS]
+        if len(kinds) != 1:
+            raise pytest.UsageError(
+                f"{module.nodeid}: a test file has one kind: add pytestmark = pytest.mark.unit, or another of {', '.join(KINDS)}"
+            )
+        of_file[module] = kinds[0].name
+        module.own_markers.remove(kinds[0])
+    for item in items:
+        if not any(mark.name in KINDS for mark in item.iter_markers()):
+            item.add_marker(of_file[item.getparent(pytest.Module)])
 
 
 def marked(item, name):
@@ -147,7 +157,7 @@ class OneShare:
             is_kept = seen[test] % period == number % period
             (kept if is_kept else left_out).append(item)
             seen[test] += 1
-        items[:] = sorted(kept, key=lambda item: item.path.name not in LONGEST)
+        items[:] = sorted(kept, key=lambda item: item.path not in LONGEST)
         config.hook.pytest_deselected(items=left_out)
 
 
@@ -207,3 +217,49 @@ def mpich():
 def kills(request):
     """Return how often the kill-and-restart test kills a job: --kills N."""
     return request.config.getoption("--kills")
+
+
+@pytest.fixture
+def alone(capsys, monkeypatch):
+    """Train on one rank in this process and check the exit code. Memory, cores and threads stay."""
+    import torch
+
+    from fugaku_megatron.cli.arguments import parse
+    from fugaku_megatron.comm.base import SoloComm
+    from fugaku_megatron.comm.job import run_or_abort
+    from fugaku_megatron.host import runtime
+    from fugaku_megatron.observe.hang.heartbeat import Heartbeat
+    from fugaku_megatron.observe.hang.watchdog import HangSettings, Watchdog
+    from fugaku_megatron.observe.log import loss_plot
+    from fugaku_megatron.run.start import pretrain
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(loss_plot, "start_loss_curve", lambda *words: subprocess.Popen(["true"]))
+    before = runtime.CpuBinding(torch.get_num_threads(), ())
+
+    torch.set_num_threads(1)
+
+    def run(*flags: object, code: int = 0) -> launch.Result:
+        own = launch.words(*flags, "--allocator stock --thread-affinity none")
+        watchdog = Watchdog(Heartbeat(), HangSettings(None, Path(), None))
+        ended = 0
+        try:
+            run_or_abort(lambda world: pretrain(parse(own), world, watchdog), SoloComm())
+        except SystemExit as end:
+            ended = end.code
+        return launch.Result(ended, *capsys.readouterr(), seconds=0.0).check(code)
+
+    yield run
+    runtime.apply_binding(before, False)
+
+
+@pytest.fixture
+def command(capsys):
+    """Run fugaku-megatron in this process on a command line, given in pieces, and check the exit code."""
+    from fugaku_megatron.cli import program
+
+    def run(*parts: object, code: int | None = 0, start=program.main) -> launch.Result:
+        ended = start(shlex.split(" ".join(map(str, parts))))
+        return launch.Result(ended, *capsys.readouterr(), seconds=0.0).check(code)
+
+    return run

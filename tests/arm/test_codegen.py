@@ -21,6 +21,8 @@ from tools.asm_loops import (
     slow_instructions,
 )
 
+pytestmark = pytest.mark.arm
+
 needs_model = pytest.mark.skipif(not shutil.which(codegen.MCA[0]), reason=f"needs {codegen.MCA[0]}")
 ACCUMULATORS = 24
 CLEAN = [f"fmla z{i}.s, p0/m, z30.s, z31.s" for i in range(ACCUMULATORS)]

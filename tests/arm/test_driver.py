@@ -11,6 +11,8 @@ from fugaku_megatron.costs.attention import ATTENTION_BACKWARD_SHARE, causal_att
 from fugaku_megatron.host import kernels
 from tests.arm import builds
 
+pytestmark = pytest.mark.arm
+
 # By the number of a shape's numbers.
 SIZES = {
     1: "1000",

@@ -9,7 +9,7 @@ import pytest
 
 from tests.arm import builds
 
-pytestmark = builds.needs_python
+pytestmark = [pytest.mark.arm, builds.needs_python]
 
 PROGRAM = builds.ROOT / "tests" / "arm" / "train_small.py"
 KERNEL_TESTS = str(builds.ROOT / "tests" / "kernels")

@@ -10,7 +10,7 @@ import pytest
 from fugaku_megatron.host import kernels
 from tests.arm import builds
 
-pytestmark = builds.needs_compiler
+pytestmark = [pytest.mark.arm, builds.needs_compiler]
 
 CHECKERS = sorted((builds.ROOT / "tests" / "arm").glob("check_*.cc"))
 # Of a CPU with BF16 the builds without are run too: a user may choose them. The portable one, which knows no vector length, has the

@@ -9,7 +9,7 @@ from tests.campaigns.faults import jobs, report
 from tests.campaigns.faults.kinds import KINDS
 from tests.campaigns.faults.trial import Outcome
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.campaigns, pytest.mark.mpi]
 
 
 def test_a_campaign_goes_on_where_it_was_stopped(tmp_path):

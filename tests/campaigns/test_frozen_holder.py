@@ -21,9 +21,9 @@ import pytest
 from fugaku_megatron.checkpoint.manifest import list_iterations
 from fugaku_megatron.start.exit_codes import ExitCode
 from tests.campaigns.faults import jobs
-from tests.system.mpi import launch
+from tests.mpi import launch
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.campaigns, pytest.mark.mpi]
 BEAT = 0.3  # seconds
 PATIENCE = 1.5
 FREEZES = 10

@@ -18,11 +18,11 @@ import pytest
 
 from fugaku_megatron.observe.hang.heartbeat import Beat, Node, prefix
 from fugaku_megatron.start.exit_codes import ExitCode
-from tests.system.mpi import launch
-from tests.system.mpi.launch import words
-from tests.system.mpi.pretraining import PROGRAM, TINY, resuming
+from tests.mpi import launch
+from tests.mpi.launch import words
+from tests.mpi.pretraining import PROGRAM, TINY, resuming
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.campaigns, pytest.mark.mpi]
 RANKS = 4
 FEW = 2  # a replica
 TIMEOUT = 4.0

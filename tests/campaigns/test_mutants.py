@@ -9,6 +9,8 @@ from tests.campaigns.mutants.program import Program
 from tests.campaigns.mutants.published import PUBLISHED
 from tests.campaigns.mutants.trial import NAMED, check_once, result_of
 
+pytestmark = pytest.mark.campaigns
+
 FAST = (
     "norm gradients of sequence shards are not summed",
     "the head's input gradient is not summed",

@@ -237,5 +237,5 @@ WITHIN_THE_RUN = set(
     fp32_matmul quick_geglu glu_linear_offset activation_func_clamp_value xielu softmax_type
     """.split()
 )
-# Fields of Trainer.save: tests/parallel/test_library_start.py.
+# Fields of Trainer.save: tests/api/test_start.py.
 OF_SAVES = {"save_retain_interval", "no_save_optim", "keep_last", "save_local", "async_save"}

@@ -1,5 +1,6 @@
 """Activations with bias on every target, against double precision."""
 
+import pytest
 import torch
 from torch.testing import assert_close
 
@@ -14,6 +15,8 @@ from tests.kernels.numbers import (
     refuses,
     with_gradients,
 )
+
+pytestmark = pytest.mark.kernels
 
 SHAPES = [(0, 5), (1, 1), (3, 15), (4, 16), (5, 17), (7, 67), (211, 131), (9, 768), (50, 1031)]
 

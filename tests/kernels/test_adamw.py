@@ -9,6 +9,8 @@ from torch.testing import assert_close
 from fugaku_megatron.host import kernels
 from tests.kernels.numbers import DTYPES, SIZES, for_each, refuses
 
+pytestmark = pytest.mark.kernels
+
 OPTIONS = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 FP32 = torch.float32
 BF16 = torch.bfloat16

@@ -15,6 +15,8 @@ if platform.machine() != "x86_64":  # where setup.py and its packages need not b
 
 from tests.arm import builds  # noqa: E402
 
+pytestmark = pytest.mark.kernels
+
 needs_targets = pytest.mark.skipif(
     not shutil.which("g++") or "amx_emulated" not in kernels.runnable_targets(emulated=True),
     reason="needs g++ and a CPU with AVX512_BF16",

@@ -22,6 +22,8 @@ from tests.checks.attention import (
 )
 from tests.kernels.numbers import assert_equal, assert_slope, for_each, refuses
 
+pytestmark = pytest.mark.kernels
+
 FAST_DTYPES = [torch.float32, torch.bfloat16]
 
 

@@ -5,11 +5,14 @@ Shapes: qkv (rows, (heads + 2 groups) d), keys and values (samples, groups, slot
 
 import math
 
+import pytest
 import torch
 
 from fugaku_megatron.host import kernels
 from tests.checks.attention import TOLERANCE
 from tests.kernels.numbers import assert_equal, for_each, refuses
+
+pytestmark = pytest.mark.kernels
 
 # (heads, groups, d, slots): tails of vectors, one and several splits of 128 slots, one key for all and one for each
 SHAPES = [

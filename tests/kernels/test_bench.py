@@ -9,6 +9,8 @@ from torch.testing import assert_close
 from fugaku_megatron.host import kernels
 from tests.kernels.numbers import random
 
+pytestmark = pytest.mark.kernels
+
 
 def test_triad(target, same_for_any_threads):
     for n in (0, 1, 15, 16, 17, 5003):

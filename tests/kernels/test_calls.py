@@ -9,6 +9,8 @@ from torch.testing import assert_close
 from fugaku_megatron.host import kernels
 from tests.kernels.numbers import random
 
+pytestmark = pytest.mark.kernels
+
 
 def sums(calls, x, scale):
     """Return a tensor that two calls fill with 2 (x + 1) scale. Only `calls` keeps their operands."""

@@ -3,12 +3,15 @@
 Legend: v vocabulary; a rank's shard begins at first_row.
 """
 
+import pytest
 import torch
 from torch.nn import functional as F
 from torch.testing import assert_close
 
 from fugaku_megatron.host import kernels
 from tests.kernels.numbers import assert_equal, for_each, refuses, with_gradients
+
+pytestmark = pytest.mark.kernels
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 SHAPES = [

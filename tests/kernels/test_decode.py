@@ -1,5 +1,6 @@
 """Matmuls with few rows on every target, against double precision."""
 
+import pytest
 import torch
 
 from fugaku_megatron.host import kernels
@@ -12,6 +13,8 @@ from tests.kernels.numbers import (
     randoms,
     refuses,
 )
+
+pytestmark = pytest.mark.kernels
 
 SHAPES = [
     (0, 3, 5),

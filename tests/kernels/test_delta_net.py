@@ -1,4 +1,4 @@
-"""The kernels of a gated delta net against the scalar reference, on every target. Formulas: tests/parallel/test_delta_net.py."""
+"""The kernels of a gated delta net against the scalar reference, on every target. Formulas: tests/nn/test_delta_net.py."""
 
 import pytest
 import torch
@@ -6,6 +6,8 @@ import torch
 from fugaku_megatron.costs import delta_net
 from fugaku_megatron.host import kernels
 from tests.kernels.numbers import DTYPES, assert_near, random, refuses
+
+pytestmark = pytest.mark.kernels
 
 GROUPS = 2
 HEADS = 4

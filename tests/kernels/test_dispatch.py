@@ -14,6 +14,8 @@ from torch.testing import assert_close
 from fugaku_megatron.host import kernels
 from tests.kernels.numbers import refuses
 
+pytestmark = pytest.mark.kernels
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

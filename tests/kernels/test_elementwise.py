@@ -2,11 +2,14 @@
 
 import math
 
+import pytest
 import torch
 from torch.testing import assert_close
 
 from fugaku_megatron.host import kernels
 from tests.kernels.numbers import DTYPES, SIZES, assert_equal, for_each, refuses
+
+pytestmark = pytest.mark.kernels
 
 SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan]
 

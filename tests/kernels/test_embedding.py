@@ -3,11 +3,14 @@
 Legend: s sequence, b micro-batch, h hidden.
 """
 
+import pytest
 import torch
 from torch.testing import assert_close
 
 from fugaku_megatron.host import kernels
 from tests.kernels.numbers import DTYPES, for_each, random, refuses
+
+pytestmark = pytest.mark.kernels
 
 COLUMNS = [1, 15, 16, 17, 67, 131, 768]
 

@@ -1,5 +1,6 @@
 """SwiGLU and GeGLU and their gradients on every target, against double precision."""
 
+import pytest
 import torch
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -17,6 +18,8 @@ from tests.kernels.numbers import (
     refuses,
     with_gradients,
 )
+
+pytestmark = pytest.mark.kernels
 
 SHAPES = [(0, 5), (1, 1), (3, 15), (4, 16), (5, 17), (7, 67), (211, 131), (9, 768)]
 GATES = {"silu": F.silu, "gelu": MLP_ACTIVATIONS["gelu"]}

@@ -23,6 +23,8 @@ from tests.kernels.numbers import (
     refuses,
 )
 
+pytestmark = pytest.mark.kernels
+
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 VL = 16  # lanes of the longest vectors
 EDGES = (0, 1, 5, VL - 1, VL, VL + 1, 37)

@@ -13,6 +13,8 @@ from torch.testing import assert_close
 from fugaku_megatron.host import kernels
 from tests.kernels.numbers import assert_equal, having, linear_forms, packed, random, refuses
 
+pytestmark = pytest.mark.kernels
+
 CHUNK = 16
 EDGES = (0, 1, 13, 37)
 SHAPES = [

@@ -19,6 +19,8 @@ from tests.kernels.numbers import (
     randoms,
 )
 
+pytestmark = pytest.mark.kernels
+
 INT8 = {"int8": True}
 SHAPES = [
     (1, 1, 1),

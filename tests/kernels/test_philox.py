@@ -3,11 +3,14 @@
 import itertools
 import math
 
+import pytest
 import torch
 from torch.testing import assert_close
 
 from fugaku_megatron.host import kernels
 from tests.kernels.numbers import DTYPES, for_each, refuses
+
+pytestmark = pytest.mark.kernels
 
 SIZES = [1, 3, 4, 5, 8, 15, 16, 17, 31, 61, 63, 64, 65, 127, 257, 1031]
 

@@ -18,6 +18,8 @@ from tests.kernels.numbers import (
     refuses,
 )
 
+pytestmark = pytest.mark.kernels
+
 BLOCK = 64
 SHAPES = [
     (1, 1, 1),

@@ -8,6 +8,8 @@ import torch
 from fugaku_megatron.host import kernels
 from tests.kernels.numbers import DTYPES, SIZES, for_each, refuses
 
+pytestmark = pytest.mark.kernels
+
 
 @for_each(dtype=DTYPES, n=SIZES)
 def test_squared_norm(every_target, same_for_any_threads, dtype, n):

@@ -5,6 +5,7 @@ Legend: s sequence, b micro-batch, d head size, half = rotated column pairs, que
 
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch.testing import assert_close
 
@@ -20,6 +21,8 @@ from tests.kernels.numbers import (
     refuses,
     with_gradients,
 )
+
+pytestmark = pytest.mark.kernels
 
 EPSILON = 1e-3
 

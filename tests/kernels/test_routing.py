@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from torch.testing import assert_close
 
@@ -16,6 +17,8 @@ from tests.kernels.numbers import (
     refuses,
     with_gradients,
 )
+
+pytestmark = pytest.mark.kernels
 
 KINDS = ["softmax", "softmax_of_chosen", "sigmoid"]
 SHAPES = [

@@ -3,6 +3,7 @@
 Legend: s sequence, b micro-batch, h hidden; rows = s b.
 """
 
+import pytest
 import torch
 from torch.nn import functional as F
 
@@ -17,6 +18,8 @@ from tests.kernels.numbers import (
     refuses,
     with_gradients,
 )
+
+pytestmark = pytest.mark.kernels
 
 FAST = kernels.runnable_targets()[-1]
 VL = {row["name"]: row["vector_bytes"] // 4 for row in kernels.targets()}[FAST]

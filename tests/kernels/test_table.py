@@ -15,6 +15,8 @@ from fugaku_megatron.host import kernel_costs, kernels
 from tests.helpers import small_run
 from tests.kernels.numbers import assert_refused
 
+pytestmark = pytest.mark.kernels
+
 ROWS = {row["name"]: row for row in kernels.table.rows()}
 WORDS = (
     "tokens",

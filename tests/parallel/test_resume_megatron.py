@@ -43,6 +43,8 @@ from tests.helpers import (
 from tests.llama_models import DELTA_NETS
 from tests.threads import ThreadWorld
 
+pytestmark = pytest.mark.parallel
+
 FOREIGN = Path(__file__).parents[1] / "foreign"
 DONE = 3  # iterations before the checkpoint
 MORE = 5

@@ -1,7 +1,7 @@
 """llama.cpp on this machine: tokens of texts, and log-probabilities of the next token, from a GGUF file.
 
 The optional package xllamacpp has llama.cpp as a server in the process. Comparisons: make.py, and
-tests/unit/test_llama_cpp.py.
+tests/convert/test_llama_cpp.py.
 """
 
 from __future__ import annotations

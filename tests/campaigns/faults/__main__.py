@@ -38,7 +38,7 @@ from fugaku_megatron.config.fields import check
 from tests.campaigns.faults import jobs, report
 from tests.campaigns.faults.kinds import KINDS
 from tests.campaigns.faults.trial import Outcome, TooLate, Trial, judge
-from tests.system.mpi import launch
+from tests.mpi import launch
 
 ATTEMPTS = 3  # for a fault that comes too late
 

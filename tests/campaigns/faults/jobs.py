@@ -20,7 +20,7 @@ import psutil
 from benchmarks.two_hosts import on_host, two_hosts
 from fugaku_megatron.checkpoint.manifest import read_manifest
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
-from tests.system.mpi import launch
+from tests.mpi import launch
 
 ROOT = launch.TESTS.parent
 PROGRAM = str(ROOT / "pretrain_gpt.py")

@@ -1,0 +1,284 @@
+"""A rank's samples: from a shared reader, and with --skip-samples."""
+
+from contextlib import closing
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from fugaku_megatron.cli.arguments import make_run
+from fugaku_megatron.comm.agreement import find_nodes
+from fugaku_megatron.comm.base import SoloComm
+from fugaku_megatron.config.batches import RampUp, length
+from fugaku_megatron.config.sample_rules import Skips
+from fugaku_megatron.config.training import TrainingConfig
+from fugaku_megatron.costs.plan import Plan
+from fugaku_megatron.data.dataset import MockDataset
+from fugaku_megatron.data.reader_group import ReaderBatches, ReaderGroup, build_reader_group
+from fugaku_megatron.data.sampler import micro_batches
+from fugaku_megatron.run.announce import skip_line
+from fugaku_megatron.run.resume import Resume, resume_training
+from fugaku_megatron.training.micro_batches import reads_data
+from fugaku_megatron.training.trainer import Trainer
+from tests.helpers import (
+    PP2,
+    SMALL,
+    TP2,
+    find_checkpoint,
+    grid_groups,
+    make_trainer,
+    mock,
+    small_run,
+)
+from tests.threads import ThreadWorld
+
+pytestmark = pytest.mark.parallel
+
+DATA = MockDataset(50, 8, 100, 3)
+
+
+def test_a_reader_serves_the_ranks_of_its_node_that_need_data():
+    def rank(world):
+        nodes = find_nodes(world, "ab"[world.rank % 2])
+        readers = build_reader_group(
+            world, nodes, dp_rank=10 + world.rank, needs_data=world.rank != 2
+        )
+        return readers and (readers.dp_ranks, readers.reads)
+
+    assert ThreadWorld(6).run(rank) == [
+        ((10, 14), True),
+        ((11, 13, 15), True),
+        None,
+        ((11, 13, 15), False),
+        ((10, 14), False),
+        ((11, 13, 15), False),
+    ]
+
+
+@pytest.mark.parametrize("dp_ranks", [(0, 1, 2), (1, 1, 0)])
+def test_what_is_handed_out_is_what_each_rank_would_read(dp_ranks):
+    def size(consumed):
+        return 12 if consumed < 24 else 24
+
+    def rank(world):
+        readers = ReaderGroup(world, dp_ranks)
+        own = micro_batches(DATA, 0, size, 2, dp_ranks[world.rank], 3)
+        with closing(
+            ReaderBatches(readers, DATA if readers.reads else None, 0, size, 2, 3)
+        ) as shared:
+            for count in (2, 2, 4, 4):
+                shared.begin()
+                for _ in range(count):
+                    assert np.array_equal(next(shared), next(own))
+                assert next(shared, None) is None  # the next iteration has not begun
+
+    ThreadWorld(3).run(rank)
+
+
+def test_an_error_of_the_reader_is_raised():
+    class Broken(MockDataset):
+        def __getitem__(self, index):
+            raise ValueError("token id 99")
+
+    def rank(world):
+        data = Broken(50, 8, 100, 3) if world.rank == 0 else None
+        with closing(
+            ReaderBatches(ReaderGroup(world, (0, 1)), data, 0, lambda _: 4, 2, 2)
+        ) as shared:
+            shared.begin()
+
+    with pytest.raises(ValueError, match="token id 99"):
+        ThreadWorld(2).run(rank)
+
+
+@pytest.mark.parametrize("changes", [PP2, TP2], ids=str)
+def test_losses_do_not_depend_on_who_reads(changes):
+    run = small_run(num_layers=2, **changes)
+    plan = Plan.of(run, 4)
+
+    def losses(world, shared):
+        torch.set_num_threads(1)
+        groups = grid_groups(world, run)
+        readers = (
+            build_reader_group(
+                world, find_nodes(world, "node"), groups.dp.rank, reads_data(run, groups)
+            )
+            if shared
+            else None
+        )
+        reads = readers.reads if shared and readers else not shared
+        data = (mock(run), mock(run, 8)) if reads else (None, None)
+        with closing(Trainer(plan, world, groups, *data, readers=readers)) as trainer:
+            trained = [trainer.train_step().loss for _ in range(2)]
+            return [*trained, trainer.evaluate(trainer.valid, 16, 2), trainer.train_step().loss]
+
+    assert ThreadWorld(4).run(losses, True) == ThreadWorld(4).run(losses, False)
+
+
+RANGES = [(), ("4:9",), ("0:3,3:5", "20:21"), ("7:30",), ("30:40", "35:50"), ("0:1",)]
+
+
+def taken(
+    ranges: tuple[str, ...], ramp: RampUp, iterations: int, position: int = 0
+) -> list[list[int]]:
+    """By the definition: sample after sample, those in a range left out."""
+    out = {
+        n for text in ranges for part in text.split(",") for n in range(*map(int, part.split(":")))
+    }
+    batches: list[list[int]] = []
+    for _ in range(iterations):
+        size = ramp(position)
+        batch = []
+        while len(batch) < size:
+            batch += [] if position in out else [position]
+            position += 1
+        batches.append(batch)
+    return batches
+
+
+@pytest.mark.parametrize("ramp", [RampUp(8, 1, 0, 8), RampUp(4, 4, 40, 12)])
+@pytest.mark.parametrize("ranges", RANGES)
+def test_samples_and_length_follow_the_definition(ranges, ramp):
+    skips = Skips.parse(ranges)
+    batches = taken(ranges, ramp, 30)
+    position = 0
+    ends = [0]
+    for batch in batches:
+        assert list(skips.samples(position, ramp(position))) == batch
+        position = batch[-1] + 1
+        ends.append(position)
+    for iterations, end in enumerate(ends):
+        assert length(TrainingConfig(train_iters=iterations), ramp, skips=skips) == (
+            iterations,
+            end,
+        )
+        assert length(TrainingConfig(train_iters=30), ramp, iterations, end, skips) == (
+            30,
+            ends[-1],
+        ), "resumed"
+        if end:
+            assert length(TrainingConfig(train_samples=end), ramp, skips=skips) == (iterations, end)
+            assert (
+                length(TrainingConfig(train_samples=end - 1), ramp, skips=skips)[0]
+                == iterations - 1
+            ), "whole iterations only"
+
+
+def test_long_runs_are_not_walked_step_by_step():
+    skips = Skips.parse(["1000000000:1000000010", "9000000000:9000000003"])
+    assert length(TrainingConfig(train_iters=2**31 - 1), RampUp(8, 1, 0, 8), skips=skips) == (
+        2**31 - 1,
+        8 * (2**31 - 1) + 13,
+    )
+
+
+@pytest.mark.parametrize("ranges", RANGES)
+def test_every_layout_takes_the_same_samples(ranges):
+    data = MockDataset(1000, 6, 120, 3)
+    ramp = RampUp(4, 4, 40, 12)
+    skips = Skips.parse(ranges)
+    expected = [data[n][:-1] for batch in taken(ranges, ramp, 6) for n in batch]
+    for dp, size in ((1, 4), (2, 2), (2, 1), (4, 1)):
+        parts = [micro_batches(data, 0, ramp, size, rank, dp, skips.samples) for rank in range(dp)]
+        columns = [
+            batch[:-1, b]
+            for step in zip(*parts, strict=False)
+            for batch in step
+            for b in range(size)
+        ]
+        assert len(columns) >= len(expected) and all(map(np.array_equal, columns, expected))
+    shared = ReaderBatches(ReaderGroup(SoloComm(), (0,)), data, 0, ramp, 4, 1, skips.samples)
+    for batch in taken(ranges, ramp, 4):
+        shared.begin()
+        assert np.array_equal(
+            np.concatenate(list(shared), 1), np.stack([data[n] for n in batch], 1)
+        )
+    shared.close()
+
+
+def test_a_run_of_iterations_over_several_epochs_is_told_of_its_order():
+    epochs = SimpleNamespace(num_epochs=2)
+    run = small_run(skip_samples=("2:3",))
+    assert skip_line(run, epochs).startswith(
+        "note: --skip-samples lengthens a run of --train-iters"
+    )
+    assert (
+        skip_line(run, SimpleNamespace(num_epochs=1))
+        is skip_line(small_run(), epochs)
+        is skip_line(run, None)
+        is None
+    )
+    assert (
+        skip_line(
+            make_run(
+                None, {**SMALL, "skip_samples": ("2:3",), "train_iters": None, "train_samples": 9}
+            ),
+            epochs,
+        )
+        is None
+    )
+
+
+DROPOUT = {"num_layers": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+
+
+def curve(world, iterations: int, **changes) -> tuple[list[float], int]:
+    """Losses of some iterations, and the samples consumed then."""
+    torch.set_num_threads(1)
+    trainer = make_trainer(world, small_run(**DROPOUT, **changes))
+    losses = [trainer.train_step().loss for _ in range(iterations)]
+    trainer.close()
+    return losses, trainer.progress.consumed_samples
+
+
+@pytest.mark.parametrize("batch", [{}, {"rampup_batch_size": (4, 4, 60)}])
+def test_the_curve_depends_on_no_layout(batch):
+    skipped = {"skip_samples": ("18:21", "40:59"), **batch}
+    one, end = curve(SoloComm(), 5, **skipped)
+    ramp = RampUp(*batch.get("rampup_batch_size", (16, 1, 0)), 16)
+    assert end == taken(("18:21", "40:59"), ramp, 5)[-1][-1] + 1
+    for layout in ({"micro_batch_size": 1}, {"tensor_model_parallel_size": 2}):
+        for losses, position in ThreadWorld(2).run(
+            partial(curve, iterations=5, **skipped, **layout)
+        ):
+            assert position == end and losses == pytest.approx(one, rel=1e-5)
+    whole, _ = curve(SoloComm(), 5, **batch)
+    assert whole[0] == one[0] and whole[-1] != one[-1]
+
+
+def test_a_resumed_run_goes_on_with_the_same_bits_and_says_what_changed(tmp_path):
+    def start(iterations, **changes):
+        torch.set_num_threads(1)
+        run = small_run(**DROPOUT, save=str(tmp_path), load=str(tmp_path), **changes)
+        resume = find_checkpoint(run, SoloComm()) if list(tmp_path.iterdir()) else Resume()
+        trainer = make_trainer(SoloComm(), run)
+        notes = [line for line in resume_training(trainer, resume) if "skip-samples" in line]
+        progress = trainer.progress
+        plan = Plan(run, trainer.layout).resumed(progress.iteration, progress.consumed_samples)
+        assert plan.length.iterations == 20
+        losses = [trainer.train_step().loss for _ in range(iterations)]
+        if iterations == 3:
+            trainer.save(str(tmp_path))
+        trainer.close()
+        return losses, notes
+
+    skipped = {"skip_samples": ("20:30", "70:75")}
+    whole, _ = curve(SoloComm(), 6, **skipped)
+    first, _ = start(3, **skipped)  # up to sample 58
+    rest, notes = start(2, **skipped)
+    assert first + rest == whole[:5] and notes == []
+    assert start(2, skip_samples=("70:75",)) == (rest, []), "samples that were passed need no flag"
+    _, notes = start(1)
+    assert notes == [
+        "note: --skip-samples leaves out nothing of the samples ahead, was 70:75: the loss curve changes from "
+        "there on"
+    ]
+    _, notes = start(1, skip_samples=("50:60", "70:75"))
+    assert notes[0].startswith(
+        "note: --skip-samples leaves out 58:60,70:75 of the samples ahead, was 70:75: "
+    )
+    assert notes[1].startswith(
+        "note: --skip-samples 50:58 lies before sample 58, where this checkpoint continues: "
+    )

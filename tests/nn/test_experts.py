@@ -1,0 +1,851 @@
+"""Experts: routing against a plain reference, balance, checkpoints and costs."""
+
+import contextlib
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fugaku_megatron.comm.base import SoloComm
+from fugaku_megatron.config.layer_kinds import marked_layers
+from fugaku_megatron.config.layout import Layout
+from fugaku_megatron.costs import experts
+from fugaku_megatron.costs.buckets import bucket_elements, updated_elements
+from fugaku_megatron.costs.flops import model_flops
+from fugaku_megatron.costs.parameters import active_parameters, model_parameters
+from fugaku_megatron.costs.plan import Plan
+from fugaku_megatron.costs.stages import stage_records
+from fugaku_megatron.data.marks import COUNTED, PADDED
+from fugaku_megatron.host import kernels
+from fugaku_megatron.host.observed import NONBLOCKING, VERBS, Observed
+from fugaku_megatron.nn.experts import Order, Route, in_turn, kept
+from fugaku_megatron.nn.forward_context import Pass
+from fugaku_megatron.nn.gradients import parts
+from fugaku_megatron.nn.ops import Ops, recompute
+from fugaku_megatron.observe.export.history import read_history
+from fugaku_megatron.observe.export.metrics_writer import LogOutputs, MetricsWriter
+from fugaku_megatron.observe.log import expert_load
+from fugaku_megatron.observe.log.iteration_metrics import parse_line
+from fugaku_megatron.planner import software, work
+from fugaku_megatron.run.loop import Session
+from fugaku_megatron.training import expert_counts
+from fugaku_megatron.training.trainer import Trainer
+from tests.checks.allocations import (
+    MICROBATCHES,
+    MODEL,
+    STAGES,
+    allocated_peak,
+    check_peak,
+    plan_memory,
+)
+from tests.checks.costs import (
+    check_bytes,
+    check_flops,
+    check_kept,
+    check_parameters,
+    expected_traffic,
+    held_bytes,
+)
+from tests.checks.experts import (
+    ALL,
+    BALANCED,
+    BIASED,
+    CAPACITY,
+    EXPERTS,
+    SHARED,
+    SINKHORN,
+    layer_of,
+    plain_experts,
+)
+from tests.checks.moments import BF16_MOMENTS
+from tests.helpers import (
+    PP2,
+    TP2,
+    assert_near,
+    build_trainer,
+    grid_groups,
+    lay_out,
+    make_trainer,
+    mock,
+    rows,
+    run_layout,
+    small_run,
+    whole_tensors,
+)
+from tests.recording import record
+from tests.threads import ThreadComm, ThreadWorld
+
+pytestmark = pytest.mark.parallel
+
+GROUPS = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 4}
+VARIANTS = {
+    "softmax of the chosen": {},
+    "softmax of all": {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.5},
+    "one expert": {"moe_router_topk": 1, "moe_router_pre_softmax": True},
+    "sigmoid": {"moe_router_score_function": "sigmoid"},
+    "groups": {**GROUPS, **BIASED},
+    "groups of softmax": {**GROUPS, "moe_router_pre_softmax": True},
+    "shared": SHARED,
+    "capacity": CAPACITY,
+    "capacity by position": {
+        "moe_expert_capacity_factor": 0.6,
+        "moe_token_drop_policy": "position",
+    },
+    "exact GELU": {"swiglu": False},
+    "GELU": {**SHARED, "swiglu": False, "openai_gelu": True},
+    "squared ReLU": {"swiglu": False, "squared_relu": True},
+    "GEGLU": {"swiglu": False, "geglu": True},
+}
+
+
+# The reference: token by token, expert by expert, with torch's own gradients -----------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_values_and_gradients_are_those_of_the_reference(variant, backend):
+    run = small_run(**{**EXPERTS, **VARIANTS[variant]})
+    mlp, ours, theirs = layer_of(run, Ops.build(backend))
+    x, dy = (torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
+    x.requires_grad_()
+    y = mlp(x, Pass(first_sample=0))
+    y.backward(dy)
+    plain = x.detach().view(32, 32).clone().requires_grad_()
+    expected = plain_experts(theirs, plain, run.model)
+    expected.backward(dy.view(32, 32))
+    torch.testing.assert_close(y.view(32, 32), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(x.grad.view(32, 32), plain.grad, rtol=1e-5, atol=1e-5)
+    ours.pop("router.expert_bias", None)
+    torch.testing.assert_close(
+        {name: p.main_grad for name, p in ours.items()},
+        {name: theirs[name].grad for name in ours},
+        rtol=1e-5,
+        atol=2e-5,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_near(dtype):
+    run = small_run(
+        **EXPERTS,
+        **SHARED,
+        **{torch.bfloat16: {"bf16": True}, torch.float16: {"fp16": True}}[dtype],
+    )
+    mlp, ours, theirs = layer_of(run, Ops.build())
+    x = (
+        torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(1))
+        .to(dtype)
+        .requires_grad_()
+    )
+    y = mlp(x, Pass(first_sample=0))
+    y.sum().backward()
+    expected = plain_experts(theirs, x.detach().float().view(32, 32), run.model)
+    expected.sum().backward()
+    assert y.dtype == dtype
+    torch.testing.assert_close(
+        y.float().view(32, 32), expected, rtol=0, atol=0.03 * expected.abs().max().item()
+    )
+    assert_near(
+        {name: p.main_grad for name, p in ours.items()},
+        {name: weight.grad for name, weight in theirs.items()},
+        0.05,
+    )
+
+
+def test_an_expert_without_tokens_keeps_its_gradient():
+    """One expert takes every token: the other experts' gradients stay 0."""
+    run = small_run(**{**EXPERTS, "moe_router_topk": 1, "moe_router_pre_softmax": True})
+    mlp, ours, _ = layer_of(run, Ops.build())
+    ours["router.weight"].data.zero_()
+    ours["router.weight"].data[3] = 1.0
+    x = torch.rand(16, 2, 32, requires_grad=True)
+    mlp(x, Pass(first_sample=7)).sum().backward()
+    gradients = ours["experts.linear_fc1.weight"].main_grad
+    assert gradients[3].abs().min() > 0 and gradients[[0, 1, 2, 4, 5, 6, 7]].abs().max() == 0
+    assert (
+        mlp.router.take_load().tolist()[:8] == [0, 0, 0, 32, 0, 0, 0, 0]
+        and mlp.router.take_load().sum() == 0
+    )
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_order_and_capacity(backend):
+    chosen = torch.tensor([[2, 0], [2, 1], [0, 2], [2, 0]])
+    ops = Ops.build(backend)
+    order = Order.of(ops, chosen, 4)
+    assert order.counts == (3, 1, 4, 0) and order.pairs.tolist() == [1, 4, 7, 3, 0, 2, 5, 6]
+    assert list(parts(order.counts)) == [(0, slice(0, 3)), (1, slice(3, 4)), (2, slice(4, 8))]
+    assert order.dispatch(torch.arange(4.0)[:, None]).flatten().tolist() == [0, 2, 3, 1, 0, 1, 2, 3]
+    assert order.combine(torch.arange(8.0)[:, None]).tolist() == [[4.0], [8.0], [7.0], [9.0]]
+    model = small_run(
+        **EXPERTS, moe_expert_capacity_factor=2.0
+    ).model  # ceil(8 / 8 x 2) = 2 of each
+    scores = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.7, 0.3], [0.8, 0.2]])
+    assert kept(scores, chosen, model).tolist() == [
+        [False, True],
+        [True, True],
+        [True, False],
+        [True, False],
+    ]
+    dropped = Order.of(ops, chosen, 4, kept(scores, chosen, model))
+    assert dropped.counts == (2, 1, 2, 0) and dropped.combine(torch.ones(5, 1)).tolist() == [
+        [1.0],
+        [2.0],
+        [1.0],
+        [1.0],
+    ]
+    nothing = Order.of(ops, chosen, 4, torch.zeros_like(chosen, dtype=torch.bool))
+    assert (
+        nothing.counts == (0, 0, 0, 0) and nothing.combine(torch.ones(0, 1)).tolist() == [[0.0]] * 4
+    )
+
+
+@pytest.mark.parametrize(
+    "variant", ["softmax of the chosen", "softmax of all", "sigmoid", "groups", "groups of softmax"]
+)
+def test_both_backends_choose_the_same_of_equal_scores(variant):
+    """The expert with the lower number, also of groups; many logits are equal."""
+    model = small_run(**{**EXPERTS, "num_experts": 16, **VARIANTS[variant]}).model
+    logits = torch.randn(64, 16, generator=torch.Generator().manual_seed(1)).mul_(2).round_()
+    bias = torch.arange(16.0).remainder_(3).div_(4) if model.moe_router_enable_expert_bias else None
+    native, plain = (Ops.build(name) for name in ("native", "torch"))
+    ours, chosen = native.route(logits, bias, model)
+    theirs, expected = plain.route(logits, bias, model)
+    assert (
+        torch.equal(chosen, expected) and sum(len(set(row)) < 16 for row in logits.tolist()) == 64
+    )
+    torch.testing.assert_close(ours, theirs)
+
+
+# Balance ------------------------------------------------------------------------------------------------------------------------
+
+
+def plain_balance(logits: Tensor, samples: int, model) -> Tensor:
+    """Megatron-LM's sums, with its own names, of logits (s b, e)."""
+    sigmoid = model.moe_router_score_function == "sigmoid"
+    scores = torch.sigmoid(logits) if sigmoid else torch.softmax(logits, -1)
+    scores = scores / scores.sum(-1, keepdim=True)
+    total = model.moe_z_loss_coeff * torch.logsumexp(logits, -1).square().mean()
+    for kind, coefficient in zip(model.moe_router_load_balancing_type, model.moe_aux_loss_coeff):
+        for sequence in range(samples if kind == "seq_aux_loss" else 1):
+            own = scores[sequence::samples] if kind == "seq_aux_loss" else scores
+            hits = torch.zeros_like(own).scatter(1, own.topk(model.moe_router_topk).indices, 1.0)
+            fractions = hits.sum(0) / (len(own) * model.moe_router_topk)
+            means = own.mean(0)
+            share = samples if kind == "seq_aux_loss" else 1
+            total = total + coefficient * model.num_experts * (fractions * means).sum() / share
+    return total
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {},
+        {"moe_router_score_function": "sigmoid"},
+        {
+            "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss"),
+            "moe_aux_loss_coeff": (0.1, 0.3),
+        },
+    ],
+)
+def test_balancing_losses_reach_the_router(variant, again):
+    """Gradients come from the balancing losses alone."""
+    run = small_run(**{**EXPERTS, **BALANCED, **variant})
+    mlp, ours, theirs = layer_of(run, Ops.build())
+    x = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    at = Pass(first_sample=4, balance_factor=0.25)
+    y = recompute(mlp, x, at) if again else mlp(x, at)
+    (0.0 * y).sum().backward()
+    plain = x.detach().view(32, 32).clone().requires_grad_()
+    expected = plain_balance(plain @ theirs["router.weight"].t(), 2, run.model)
+    (0.25 * expected).backward()
+    torch.testing.assert_close(
+        ours["router.weight"].main_grad, theirs["router.weight"].grad, rtol=1e-4, atol=1e-7
+    )
+    torch.testing.assert_close(x.grad.view(32, 32), plain.grad, rtol=1e-4, atol=1e-7)
+    load = mlp.router.take_load()
+    assert load[:8].sum() == 64, "tokens are counted once, recomputed or not"
+
+
+class _PaddedChats:
+    """Samples of one chat each, with padding behind it; every fourth sample is padding alone."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        tokens = np.random.default_rng(index).integers(1, 90, 17)
+        marks = np.full(17, COUNTED)
+        end = (7, 17, 12, 0)[index % 4]
+        tokens[end:] = 0
+        marks[max(end - 1, 0) :] |= PADDED
+        marks[end:] = PADDED
+        return np.stack([tokens, marks])
+
+
+@pytest.mark.parametrize("flags", [{}, {"moe_z_loss_coeff": 0.1}, {"moe_router_topk": 1}])
+def test_losses_per_sample_do_not_depend_on_the_micro_batch(flags):
+    """The balancing losses have a large share of the gradient."""
+    found = []
+    for size in (1, 2, 4):
+        run = small_run(
+            **{
+                **EXPERTS,
+                "moe_router_load_balancing_type": ("seq_aux_loss",),
+                "moe_aux_loss_coeff": (0.3,),
+                "moe_router_pre_softmax": True,
+                "sft": True,
+                "mock_data": False,
+                "data_path": ("none",),
+                "micro_batch_size": size,
+                "global_batch_size": 8,
+                **flags,
+            }
+        )
+        trainer = make_trainer(SoloComm(), run, data=(_PaddedChats(), _PaddedChats()))
+        with contextlib.closing(trainer):
+            result = trainer.train_step()
+            found.append((whole_tensors(trainer, "grad"), result.experts))
+    for gradients, loads in found[1:]:
+        assert_near(gradients, found[0][0], 1e-5)
+        torch.testing.assert_close(loads, found[0][1])
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_sinkhorn_chooses_evenly_in_training_alone(topk):
+    """Megatron-LM's iteration makes the choice, the logits the score; evaluation takes the best."""
+    run = small_run(**{**EXPERTS, **SINKHORN, "moe_router_topk": topk})
+    mlp, ours, _ = layer_of(run, Ops.build())
+    x = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(1)) + 0.5
+    logits = x.view(32, 32) @ ours["router.weight"].detach().t()
+    cost = logits.exp()
+    d1 = torch.ones(8)
+    error = 1.0
+    while error > 1e-4:
+        d0 = 1 / 32 / ((d1 * cost).sum(1) + 1e-8)
+        last = d1
+        d1 = 1 / 8 / ((d0[:, None] * cost).sum(0) + 1e-8)
+        error = (last - d1).abs().mean()
+    scores = torch.sigmoid(logits) if topk == 1 else torch.softmax(logits, -1)
+    for at, ranked in (
+        (Pass(first_sample=0), d1 * cost * d0[:, None]),
+        (Pass(first_sample=0, training=False), scores),
+    ):
+        found, chosen = mlp.router(x, at)
+        assert torch.equal(chosen, ranked.topk(topk).indices)
+        torch.testing.assert_close(found, scores.gather(1, chosen))
+    even, best = (
+        ranked.topk(topk).indices.flatten().bincount(minlength=8).max()
+        for ranked in (d1 * cost * d0[:, None], scores)
+    )
+    assert even < best
+
+
+def test_the_bias_moves_against_the_load():
+    run = small_run(**{**EXPERTS, **BIASED})
+    with contextlib.closing(make_trainer(SoloComm(), run)) as trainer:
+        router = trainer.stage.layers[1].mlp.router
+        result = trainer.train_step()
+        tokens = result.experts[1, :8]
+        assert tokens.sum() == 8 * 16 * 2
+        expected = -0.1 * torch.sign(tokens - tokens.mean()).float()
+        torch.testing.assert_close(router.expert_bias.detach(), expected)
+
+
+def test_the_log_has_losses_and_loads(tmp_path, capsys):
+    """Every expert's load is in the history, and experts without a token are named."""
+    run = small_run(
+        **{
+            **EXPERTS,
+            **BALANCED,
+            "num_experts": 64,
+            "seq_length": 8,
+            "global_batch_size": 2,
+            "log_interval": 2,
+        }
+    )
+    with contextlib.closing(make_trainer(SoloComm(), run)) as trainer:
+        writer = MetricsWriter(4, 2, LogOutputs(history=tmp_path / "history.jsonl"))
+        Session(trainer, writer, 4, ()).run()
+        writer.close()
+    lines = [parse_line(line) for line in capsys.readouterr().out.splitlines() if "lm loss" in line]
+    assert len(lines) == 2 and all(
+        0.5 < line.load_balancing_loss < 4 and line.router_z_loss > 1 for line in lines
+    )
+    records = read_history(tmp_path / "history.jsonl")
+    loads = torch.tensor([record["loads"] for record in records if record["kind"] == "experts"])
+    assert (
+        loads.shape == (2, 4, 64)
+        and loads.mean() == pytest.approx(1, abs=1e-3)
+        and lines[0].largest_load > 2
+    )
+    idle = [record["text"] for record in records if record["kind"] == "event"]
+    assert len(idle) == 2 and "without a token since the last report: expert " in idle[0]
+
+
+def test_the_log_names_the_rank_with_most_tokens(capsys):
+    """One of four ranks with two experts each has every token: the others wait for it."""
+    run = small_run(
+        **{
+            **EXPERTS,
+            "expert_model_parallel_size": 4,
+            "moe_router_topk": 1,
+            "moe_router_pre_softmax": True,
+        }
+    )
+    watch = expert_load.ExpertWatch(run.model, MetricsWriter(1, 1), 4)
+    table = torch.zeros(4, 10, dtype=torch.float64)
+    table[:, 5] = 256
+    watch.end(SimpleNamespace(experts=table))
+    watch.report(1)
+    assert "the rank with experts 4 to 5 computes 4.00 of the mean" in capsys.readouterr().out
+
+
+def test_a_repeated_iteration_does_not_change_the_loads():
+    """--rerun-on-spike repeats an iteration before its update, with layers that share the weights alone."""
+    with contextlib.closing(make_trainer(SoloComm(), small_run(**EXPERTS))) as trainer:
+        trainer.before_update = lambda consumed, loss: (
+            expert_counts.reset_loads(trainer.stage) or loss
+        )
+        assert trainer.train_step().experts[:, :8].sum(1).tolist() == [8 * 16 * 2] * 4
+
+
+# Layouts ------------------------------------------------------------------------------------------------------------------------
+
+SEQUENCE = {**TP2, "sequence_parallel": True}
+
+
+EP2 = {"expert_model_parallel_size": 2}
+ETP1 = {**SEQUENCE, "expert_tensor_parallel_size": 1}
+ZERO = {"zero_stage": 1}
+
+
+LETTERS = {
+    "iall_to_all": "s",
+    "wait": "w",
+    "all_to_all": "b",
+    "grouped_linear_forward": "F",
+    "grouped_linear_data_gradient": "D",
+    "grouped_linear_weight_gradient": "W",
+    "linear_forward": "f",
+    "linear_data_gradient": "d",
+}
+ONE = {
+    "num_experts": 2,
+    "moe_router_topk": 1,
+    "moe_router_pre_softmax": True,
+}  # on each rank, and one group
+APART = ("ssssssss" + "wwFFs" * 4 + "wwww", "ssss" + "wDWWDss" * 4 + "w" * 8)
+SHARING = (
+    "ssssssss" + "ff" + "wwFFs" * 4 + "ff" + "wwww",
+    "ssss" + "dd" + "wDWWDss" * 4 + "dd" + "w" * 8,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "near", "expected"),
+    [
+        ({}, False, APART),
+        (SHARED, False, SHARING),
+        ({**SHARED, **ONE}, False, ("ssffwwFFsffw", "sddwDWWDssddww")),
+        ({}, True, ("bbFFb", "bDWWDbb")),
+        (SHARED, True, ("ssffwwFFb", "bDWWDssddww")),
+    ],
+)
+def test_rows_are_on_their_way_while_others_are_computed(changes, near, expected, monkeypatch):
+    """Four groups of experts are sent (s), waited for (w), computed (F, D, W) and sent back, next to the shared expert (f, d).
+
+    Inside a node they block (b), because all threads of the ranks copy rows.
+    """
+    monkeypatch.setattr(ThreadComm, "inside_node", near)
+
+    def rank(comm):
+        run = small_run(**{**EXPERTS, **EP2, **changes})
+        log = [""]
+
+        def observe(name, call, args, kwargs):
+            log[-1] += LETTERS.get(name, "")
+            result = call(*args, **kwargs)
+            return Observed(result, ("wait",), observe) if name in NONBLOCKING else result
+
+        groups = grid_groups(comm, run)
+        trainer = build_trainer(
+            run,
+            comm,
+            mock(run),
+            groups=replace(groups, ep=Observed(groups.ep, VERBS, observe)),
+            ops=Ops.build("native", kernels=Observed(kernels, tuple(LETTERS), observe)),
+        )
+        with contextlib.closing(trainer):
+            trainer.optimizer.zero_grad()
+            log[:] = [""]
+            y = trainer.stage.layers[0].mlp(
+                torch.randn(16, 1, 32, requires_grad=True), Pass(first_sample=0)
+            )
+            log.append("")
+            y.sum().backward()
+        return tuple(log)
+
+    assert ThreadWorld(2).run(rank) == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [([5], [0]), ([9, 4], [1, 0]), ([0, 7, 3, 9, 1, 2, 8, 4], [0, 5, 7, 6, 3, 1, 2, 4])],
+)
+def test_small_groups_come_first_and_last(rows, expected):
+    assert in_turn(rows) == expected
+
+
+@pytest.mark.parametrize(("ranks", "sharing"), [(4, 1), (4, 2)])
+def test_ranks_agree_on_the_order_of_groups(ranks, sharing):
+    """Each rank has other rows. Ranks that share an expert have rows from different segments."""
+
+    def turns(comm):
+        ep = comm.split(comm.rank % sharing, comm.rank)
+        etp = comm.split(comm.rank // sharing, comm.rank)
+        counts = torch.randint(
+            100, (4 * ep.size,), generator=torch.Generator().manual_seed(comm.rank)
+        )
+        return Route.of(Ops.build("torch"), tuple(counts.tolist()), 4, ep, etp)[1]
+
+    found = ThreadWorld(ranks).run(turns)
+    assert sorted(found[0]) == [0, 1, 2, 3] and found == [found[0] for _ in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision", "tolerance"),
+    [
+        ("dp4 ep4", "", 2e-6),
+        ("dp4 ep4 zero", "bf16", 2e-3),
+        ("tp2 dp2 ep2 sequence", "", 2e-6),
+    ],
+)
+def test_one_expert_may_have_all_tokens(layout, precision, tolerance):
+    """Ranks without a token for their experts send and receive all the same."""
+
+    def rank(comm, run):
+        with contextlib.closing(make_trainer(comm, run)) as trainer:
+            for layer in trainer.stage.layers:
+                layer.mlp.router.weight.data.zero_()
+            results = [trainer.train_step() for _ in range(2)]
+        return [(result.loss, result.grad_norm, result.experts.flatten()) for result in results]
+
+    flags = {**EXPERTS, "moe_router_topk": 1, "moe_router_pre_softmax": True}
+    (alone,) = run_layout(precision, rank, flags)
+    assert alone[0][2].view(4, -1)[:, :8].amax(1).tolist() == [8 * 16] * 4
+    for results in run_layout(f"{layout} {precision}", rank, flags):
+        for (*figures, tokens), (*expected, chosen) in zip(results, alone, strict=True):
+            assert figures == pytest.approx(expected, rel=tolerance)
+            assert torch.equal(tokens, chosen) or precision
+
+
+MOVES = {
+    "dp4 ep4": "tp1",
+    "tp1": "tp2 dp2 ep4 etp1 sequence",
+    "tp2 dp2 sequence zero": "pp2",
+    "tp2 dp2 ep2 sequence zero": "dp4 ep4 zero",
+    "tp2 dp2 ep4 etp1 sequence zero": "dp4 ep2",
+    "pp2 dp2 ep2": "tp2 etp1 sequence",
+    "pp2 dp2 ep2 zero zbv": "pp2 dp2 ep2 zero interleaved",
+    "pp2 dp2 ep2 zero interleaved": "pp2 dp2 ep2 zero zb-h1",
+    "pp2 dp2 ep2 zero zb-h1": "tp2 dp2 ep2 sequence",
+    "cp4 ep2": "tp1",
+}
+RARE_MOVES = ("tp2 dp2 sequence zero", "dp4 ep4", "pp2 dp2 ep2 zero interleaved")
+
+
+@pytest.mark.parametrize("layout", rows(MOVES, RARE_MOVES))
+def test_a_checkpoint_moves_between_layouts(tmp_path, layout):
+    def train_on(comm, run, load):
+        with contextlib.closing(make_trainer(comm, run)) as trainer:
+            if load:
+                trainer.load(str(tmp_path))
+            else:
+                trainer.train_step()
+                trainer.save(str(tmp_path))
+            return [trainer.train_step().loss for _ in range(2)], whole_tensors(trainer, "weight")
+
+    losses, weights = run_layout(layout, train_on, ALL, False)[0]
+    again, found = run_layout(MOVES[layout], train_on, ALL, True)[0]
+    assert again == pytest.approx(losses, rel=1e-6)
+    assert weights.keys() >= found.keys() - {"output_layer.weight"}
+    for name in weights.keys() & found.keys():
+        torch.testing.assert_close(found[name], weights[name], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "layout", ["pp2 dp2", "pp2 dp2 zero bf16", "pp2 dp2 ep2 overlap", "pp2 dp2 ep2 bf16"]
+)
+def test_a_resumed_run_has_the_same_bits(tmp_path, layout):
+    """The expert bias has the same bits, too. No gradient moves it."""
+
+    def rank(comm, run):
+        with contextlib.closing(make_trainer(comm, run)) as trainer:
+            trainer.train_step()
+            trainer.save(str(tmp_path))
+            straight = [trainer.train_step() for _ in range(2)]
+        with contextlib.closing(make_trainer(comm, run)) as trainer:
+            trainer.load(str(tmp_path))
+            return straight, [trainer.train_step() for _ in range(2)]
+
+    for straight, resumed in run_layout(layout, rank, ALL):
+        for one, other in zip(straight, resumed, strict=True):
+            assert (one.loss, one.grad_norm) == (other.loss, other.grad_norm)
+            assert torch.equal(one.experts, other.experts)
+
+
+# Costs --------------------------------------------------------------------------------------------------------------------------
+
+OLMOE = {
+    **EXPERTS,
+    "qk_layernorm": True,
+    "qk_layernorm_all_heads": True,
+    "position_embedding_type": "rope",
+    "moe_router_pre_softmax": True,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+}
+
+
+def test_norms_over_all_heads():
+    check_parameters(small_run(**OLMOE, **PP2), 2)
+    check_kept(small_run(**OLMOE))
+
+
+COSTED = [
+    {**EXPERTS},
+    {**EXPERTS, **SHARED, **BALANCED, "moe_layer_freq": "2"},
+    {**EXPERTS, **SHARED, **BIASED, **BALANCED},
+    {**EXPERTS, **SHARED, "swiglu": False, **SINKHORN, "moe_router_topk": 1},
+]
+ADAPTED = {**COSTED[2], "lora_rank": 4}
+
+
+@pytest.mark.parametrize("model", COSTED)
+def test_parameters_and_flops(model):
+    check_parameters(*lay_out("tp2 pp2", model))
+    check_flops(small_run(**{**model, "micro_batch_size": 1}))
+
+
+@pytest.mark.parametrize("model", COSTED)
+@pytest.mark.parametrize("layout", ["tp2 dp2", "tp2 dp2 sequence zero"])
+def test_bytes_are_those_communicated(model, layout):
+    check_bytes(*lay_out(layout, model))
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        (COSTED[2], "dp4 ep2 overlap"),
+        (COSTED[2], "tp2 dp2 ep2 etp1 sequence zero moe_expert_capacity_factor=8.0"),
+        (COSTED[2], "dp2 ep2 full"),
+        (COSTED[2], "tp2 pp2 dp2 ep2 sequence"),
+        (ADAPTED, "tp2 dp2 ep2 sequence"),
+        (ADAPTED, "tp2 dp2 ep2 etp1 sequence zero moe_expert_capacity_factor=8.0"),
+    ],
+)
+def test_bytes_of_divided_experts(model, layout):
+    """Per group; how many rows a rank sends back depends on the tokens, so that these are compared as sums over ranks."""
+    run, world = lay_out(layout, model)
+    layout = Layout.from_run(run, world)
+    check_parameters(run, world)
+
+    def rank(comm):
+        groups = record(grid_groups(comm, run))
+        with contextlib.closing(Trainer(Plan(run, layout), comm, groups, mock(run))) as trainer:
+            trainer.train_step()
+            sizes = [
+                [b.end - b.start for b in trainer.optimizer.flat.buckets if b.expert == expert]
+                for expert in (False, True)
+            ]
+        return groups.tp.tally(), sizes
+
+    results = ThreadWorld(world).run(rank)
+    stages = [rank // layout.tp % layout.pp for rank in range(world)]
+    for verb, group in (
+        ("all_to_all", "ep"),
+        ("all_to_all", "etp"),
+        ("all_gather", "ep"),
+        ("all_gather", "etp"),
+        ("all_reduce", "edp"),
+        ("reduce_scatter", "edp"),
+        ("all_gather", "edp"),
+    ):
+        measured = sum(tally.get((group, verb), (0, 0))[1] for tally, _ in results)
+        expected = sum(
+            expected_traffic(run, layout, stage).get((verb, group), 0) for stage in stages
+        )
+        ranks = {"ep": layout.ep, "etp": layout.etp or layout.tp, "edp": layout.edp}[group]
+        assert measured == expected or ranks == 1 and not expected, (verb, group)
+    for stage, (_, (others, divided)) in zip(stages, results):
+        assert sum(others) + sum(divided) == sum(bucket_elements(run, layout, stage))
+        shards = (layout.dp, layout.edp) if run.parallel.zero_stage else (1, 1)
+        assert sum(others) // shards[0] + sum(divided) // shards[1] == sum(
+            updated_elements(run, layout, stage)
+        )
+
+
+@pytest.mark.parametrize("layout", ["dp2 ep2", "tp2 dp2 ep2 sequence", "tp2 dp2 ep4 etp1 sequence"])
+def test_divided_experts_keep_what_the_formula_says(layout):
+    """In the mean over ranks, because those with more tokens keep more."""
+    run, world = lay_out(layout, COSTED[2])
+    held = ThreadWorld(world).run(held_bytes, run)
+    records = stage_records(run, 0)
+    division = experts.Division.of(run)
+    numbers = (
+        division.chosen * experts.NUMBER_BYTES + division.here * experts.RECEIVED_BYTES
+    )  # `held_bytes` leaves int64 out
+    assert sum(held) / world == pytest.approx(
+        sum(r.saved_bytes for r in records) - 4 * numbers, rel=0.02
+    )
+
+
+@pytest.mark.parametrize("layout", ["tp2 pp2", "tp2 pp2 sequence", "tp2 pp2 etp1 sequence"])
+def test_bytes_of_adapters_of_experts(layout):
+    """The last stage needs an input gradient, and sums it over ranks that share an expert."""
+    run, world = lay_out(layout, ADAPTED)
+    check_parameters(run, world)
+    check_bytes(run, world, stages={1})
+
+
+@pytest.mark.parametrize("model", [COSTED[0], COSTED[2], COSTED[3], ADAPTED])
+@pytest.mark.parametrize("layout", ["", "tp2 sequence", "full", "bf16"])
+def test_saved_bytes_are_those_that_autograd_keeps(model, layout):
+    check_kept(lay_out(layout, model)[0])
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes"),
+    [
+        (0, {}),
+        (3, SHARED),
+        (3, {"pipeline_schedule": "zb-h1"}),
+        (0, {"lora_rank": 4}),
+        (0, {**EP2, **SHARED, "pipeline_schedule": "zb-h1"}),
+        (0, {**SHARED, "swiglu": False}),
+        (0, {"swiglu": False, "openai_gelu": True, "pipeline_schedule": "zb-h1"}),
+    ],
+)
+def test_the_peak_of_a_stage(stage, changes):
+    widths = {"num_attention_heads": 8, "kv_channels": 16, "moe_ffn_hidden_size": 96}
+    wide = (
+        {"moe_shared_expert_intermediate_size": 128} if "moe_shared_expert_gate" in changes else {}
+    )
+    replicas = changes.get("expert_model_parallel_size", 1)
+    run = small_run(
+        **{
+            **MODEL,
+            **EXPERTS,
+            **widths,
+            **changes,
+            **wide,
+            "global_batch_size": 2 * MICROBATCHES * replicas,
+        }
+    )
+    check_peak(SoloComm(stage, STAGES * replicas), run)
+
+
+A3B = {
+    "num_layers": 48,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "group_query_attention": True,
+    "num_query_groups": 4,
+    "kv_channels": 128,
+    "qk_layernorm": True,
+    "seq_length": 1024,
+    "max_position_embeddings": 1024,
+    "micro_batch_size": 1,
+    "global_batch_size": 1,
+    "vocab_size": 151936,
+    "make_vocab_size_divisible_by": 1,
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+    **EXPERTS,
+    "ffn_hidden_size": 6144,
+    "moe_ffn_hidden_size": 768,
+    "num_experts": 128,
+    "moe_router_topk": 8,
+    "bf16": True,
+}  # Qwen3-30B-A3B
+
+
+def test_the_published_numbers_of_a_30b_a3b():
+    """30,532,122,624 parameters, 3.3 B active; 18 bytes each, 14 with BF16 moments."""
+    run = small_run(**A3B)
+    assert model_parameters(run) == 30_532_122_624
+    assert active_parameters(run) == pytest.approx(3.35e9, rel=0.002)
+    for changes, total in (({}, 549e9), (BF16_MOMENTS, 427e9)):
+        found = plan_memory(small_run(**A3B, **changes), microbatches=1)
+        assert found.weights + found.gradients + found.optimizer == pytest.approx(total, rel=0.002)
+    linear = (
+        48 * (2048 * (32 + 8) * 128 + 32 * 128 * 2048 + 8 * 3 * 768 * 2048 + 128 * 2048)
+        + 2048 * 151936
+    )
+    attention = (
+        48 * 32 * 128 * 1024 * 2
+    )  # of a token, below the diagonal: two matmuls of half of 1024 pairs
+    assert model_flops(run, 1) == pytest.approx(1024 * 3 * (2 * linear + attention), rel=1e-6)
+    layer = work.phases(run, software.load("fugaku_megatron"))["layer_forward"]
+    assert [(p.m, p.n, p.k, p.times) for p in layer.matmuls if p.times > 1] == [
+        (64, 1536, 2048, 128),
+        (64, 2048, 768, 128),
+    ]
+
+
+def test_a_scaled_down_a3b_holds_what_the_formula_says():
+    """With BF16 moments: weights, gradients, optimizer and a step's allocations together."""
+    run = small_run(
+        **{
+            **A3B,
+            "num_layers": 4,
+            "hidden_size": 128,
+            "kv_channels": 16,
+            "num_attention_heads": 8,
+            "seq_length": 128,
+            "ffn_hidden_size": 384,
+            "moe_ffn_hidden_size": 48,
+            "num_experts": 32,
+            "vocab_size": 512,
+            "num_query_groups": 2,
+            "global_batch_size": 2,
+            **BF16_MOMENTS,
+        }
+    )
+    found = plan_memory(run)
+    with contextlib.closing(make_trainer(SoloComm(), run)) as trainer:
+        trainer.train_step()
+        held = [
+            tensor for p in trainer.optimizer.flat.parameters for tensor in (p.data, p.main_grad)
+        ]
+        held += [
+            tensor
+            for part in trainer.optimizer.shards
+            for tensor in vars(part).values()
+            if isinstance(tensor, Tensor)
+        ]
+        buffers = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in held
+        }
+    total = found.weights + found.gradients + found.optimizer
+    assert sum(buffers.values()) == pytest.approx(total, rel=0.01)
+    step = allocated_peak(SoloComm(), run)
+    assert sum(buffers.values()) + step == pytest.approx(
+        total + found.activations + found.logits, rel=0.05
+    )
+    assert step == pytest.approx(found.activations + found.logits, rel=0.05)
+
+
+# Mistakes -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_layers_with_experts():
+    assert marked_layers("moe_layer_freq", "2", 5) == (True, False, True, False, True)
+    for pattern in ("([0]*1+[1]*3)", "[0, 1, 1, 1]"):
+        assert marked_layers("moe_layer_freq", pattern, 4) == (False, True, True, True)

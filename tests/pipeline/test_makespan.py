@@ -1,0 +1,248 @@
+"""Virtual stages of a model, the division of layers among them, and simulated and extrapolated schedule times."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fugaku_megatron.pipeline import cuts, instructions
+from fugaku_megatron.pipeline.instructions import BACKWARD, FORWARD, Instruction
+from fugaku_megatron.pipeline.makespan import makespan, one_f_one_b
+from fugaku_megatron.pipeline.placement import LOOP, Placement, V, placement_of
+from fugaku_megatron.pipeline.schedule import Schedule, build
+from fugaku_megatron.pipeline.schedule_names import SCHEDULES
+from fugaku_megatron.pipeline.timeline import COMPUTATIONS, Costs, Span, spans, walk
+
+pytestmark = pytest.mark.unit
+
+PLACEMENTS = [
+    *(Placement(p, v) for p in (1, 2, 3, 8) for v in (1, 2, 5)),
+    *(Placement(p, 2, V) for p in (1, 2, 3, 8)),
+]
+
+
+def test_loop_and_v():
+    assert [
+        [Placement(3, 2).virtual_stage(stage, chunk) for chunk in range(2)] for stage in range(3)
+    ] == [
+        [0, 3],
+        [1, 4],
+        [2, 5],
+    ]
+    assert [
+        [Placement(3, 2, V).virtual_stage(stage, chunk) for chunk in range(2)] for stage in range(3)
+    ] == [[0, 5], [1, 4], [2, 3]]
+    assert Placement(4, 2, V).neighbour(3, 0, 1) == (3, 1)
+    assert Placement(4, 2, V).owner(0)[0] == Placement(4, 2, V).owner(7)[0] == 0
+    with pytest.raises(AssertionError):
+        Placement(4, 3, V)
+    assert [
+        placement_of(name, 4, {"interleaved": 3, "zbv": 2}.get(name, 1)).kind for name in SCHEDULES
+    ] == [LOOP, LOOP, LOOP, V]
+    with pytest.raises(AssertionError):
+        placement_of("1f1b", 4, 2)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_owner_inverts_part_and_neighbours_follow_the_model(placement):
+    owned = {
+        (stage, chunk): placement.virtual_stage(stage, chunk)
+        for stage in range(placement.stages)
+        for chunk in range(placement.model_chunks)
+    }
+    assert sorted(owned.values()) == list(range(placement.virtual_stages))
+    for (stage, chunk), part in owned.items():
+        assert placement.owner(part) == (stage, chunk)
+        after, before = (placement.neighbour(stage, chunk, step) for step in (1, -1))
+        assert owned.get(after) == (part + 1 if part + 1 < placement.virtual_stages else None)
+        assert owned.get(before) == (part - 1 if part else None)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_both_ends_of_a_message_agree_and_no_two_kinds_share_a_tag(placement):
+    tags = []
+    for part in range(placement.virtual_stages - 1):
+        above, chunk_above = placement.owner(part)
+        below, chunk_below = placement.owner(part + 1)
+        ends = (above, chunk_above), (below, chunk_below)
+        for send, receive, source, target in (
+            (instructions.SEND_FORWARD, instructions.RECV_FORWARD, *ends),
+            (instructions.SEND_BACKWARD, instructions.RECV_BACKWARD, *ends[::-1]),
+        ):
+            to, tag = placement.peer(source[0], Instruction(send, 0, source[1]))
+            assert to == target[0] and placement.peer(
+                target[0], Instruction(receive, 0, target[1])
+            ) == (source[0], tag)
+            tags.append(tag)
+    assert len(set(tags)) == len(tags)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_forward_slots_follow_the_model_and_never_meet(placement):
+    slots = {
+        (m, part): placement.forward_slot(m, part)
+        for m in range(20)
+        for part in range(placement.virtual_stages)
+    }
+    assert all(
+        slots[m, part] < slots[m, part + 1]
+        for m in range(20)
+        for part in range(placement.virtual_stages - 1)
+    )
+    for stage in range(placement.stages):
+        own = [
+            slots[m, placement.virtual_stage(stage, chunk)]
+            for m in range(20)
+            for chunk in range(placement.model_chunks)
+        ]
+        assert len(set(own)) == len(own)
+
+
+@pytest.mark.parametrize(
+    ("layers", "placement", "head", "expected"),
+    [
+        (12, Placement(1), 45, [12]),
+        (12, Placement(2), 45, [8, 4]),
+        (12, Placement(5), 45, [2, 3, 3, 3, 1]),
+        (12, Placement(2, 2), 45, [4, 3, 4, 1]),
+        (12, Placement(2, 2, V), 45, [3, 4, 4, 1]),  # the first stage has the logits
+        (12, Placement(1, 3), 45, [5, 6, 1]),
+        (40, Placement(8, 5), 1, [1] * 40),
+        (24, Placement(4, 2), 0, [3] * 8),
+        (26, Placement(4, 2), 0, [3, 3, 3, 3, 3, 3, 4, 4]),
+    ],
+)
+def test_balanced(layers, placement, head, expected):
+    assert list(cuts.balanced_cut(layers, placement, 10, head)) == expected
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [Placement(p, v) for p in (1, 2, 3) for v in (1, 2, 3)] + [Placement(2, 2, V)],
+    ids=str,
+)
+@pytest.mark.parametrize("head", [0, 30, 100])
+def test_no_cut_has_a_cheaper_costliest_stage(placement, head):
+    layers = 10
+    head_stage = placement.owner(placement.virtual_stages - 1)[0]
+
+    def costliest(totals):
+        return max(10 * n + head * (stage == head_stage) for stage, n in enumerate(totals))
+
+    every = [
+        c
+        for c in itertools.product(
+            range(placement.model_chunks, layers + 1), repeat=placement.stages
+        )
+        if sum(c) == layers
+    ]
+    sizes = cuts.balanced_cut(layers, placement, 10, head)
+    assert sum(sizes) == layers and min(sizes) >= 1
+    totals = [
+        sum(sizes[placement.virtual_stage(s, c)] for c in range(placement.model_chunks))
+        for s in range(placement.stages)
+    ]
+    assert costliest(totals) == min(map(costliest, every))
+
+
+def test_chunks_of_given_stages_and_the_textbooks_bubble():
+    assert cuts.cut_of_stages((8, 4), Placement(2, 2), 10, 45) == (4, 3, 4, 1)
+    assert cuts.cut_of_stages((7, 4), Placement(2, 2, V), 10, 45) == (6, 2, 2, 1)
+    assert cuts.even_cut(12, Placement(2, 3)) == (2,) * 6
+    assert one_f_one_b([1.0] * 8, [2.0] * 8, 0.0, 16) == pytest.approx(3.0 * (16 + 8 - 1))
+    more, less = (one_f_one_b([1.0] * 4, [2.0] * 3 + [5.0], 0.0, count) for count in (65, 64))
+    assert more - less == pytest.approx(6.0), "the slowest stage sets the pace"
+
+
+def slots(name: str, stages: int, chunks: int, microbatches: int) -> float:
+    """Return the slots of an iteration with F = I = W = 1 for all chunks of a stage, B = 2 and free messages."""
+    schedule = build(name, stages, chunks, microbatches)
+    return walk(schedule, Costs.alike(schedule))
+
+
+def test_spans_of_a_small_case():
+    schedule = build("1f1b", 2, 1, 1)
+    costs = Costs({FORWARD: [[1.0], [2.0]], BACKWARD: [[3.0], [4.0]]}, transfer=0.5)
+    assert spans(schedule, costs) == [
+        Span(0, FORWARD, 0, 0, 0.0, 1.0),
+        Span(1, instructions.RECV_FORWARD, 0, 0, 1.0, 1.5),
+        Span(1, FORWARD, 0, 0, 1.5, 3.5),
+        Span(1, BACKWARD, 0, 0, 3.5, 7.5),
+        Span(0, instructions.RECV_BACKWARD, 0, 0, 7.5, 8.0),
+        Span(0, BACKWARD, 0, 0, 8.0, 11.0),
+    ]
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 5), (4, 8), (8, 16), (8, 40)])
+def test_bubbles(stages, microbatches):
+    p = stages
+    m = microbatches
+    assert slots("1f1b", p, 1, m) == 3 * (m + p - 1)
+    assert slots("interleaved", p, 3, -(-m // p) * p) == pytest.approx(
+        3 * -(-m // p) * p + (p - 1)
+    )  # a third of 1F1B's
+    assert slots("zb-h1", p, 1, m) == 3 * m + (p - 1)  # a third of 1F1B's
+    assert (
+        slots("zbv", p, 2, m) == 3 * m + (p - 1) / 2
+    )  # none, but that the last stage begins (p - 1) half slots late
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "gain"), [("interleaved", 5, 1.5), ("zb-h1", 1, 1.4), ("zbv", 2, 1.6)]
+)
+@pytest.mark.parametrize(("stages", "microbatches"), [(8, 7), (16, 16)])
+def test_few_microbatches_gain_most(name, chunks, gain, stages, microbatches):
+    assert slots("1f1b", stages, 1, microbatches) >= gain * slots(
+        name, stages, chunks, microbatches
+    )
+
+
+@pytest.mark.parametrize("microbatches", [1, 3, 5, 9, 11, 13, 19, 23])
+def test_any_number_of_microbatches_is_interleaved_sensibly(microbatches):
+    """Take no longer than the next multiple of the stages, and never longer than 1F1B."""
+    padded = -(-microbatches // 4) * 4
+    assert slots("interleaved", 4, 2, microbatches) <= min(
+        slots("1f1b", 4, 1, microbatches), slots("interleaved", 4, 2, padded)
+    )
+
+
+KINDS = [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zbv", 2)]
+
+
+def drawn(schedule: Schedule, draw: np.random.Generator) -> Costs:
+    """Draw seconds that differ from stage to stage."""
+    shape = (schedule.placement.stages, schedule.placement.model_chunks)
+    return Costs(
+        {op: draw.uniform(0.5, 2, shape).tolist() for op in COMPUTATIONS},
+        float(draw.choice([0.0, 0.1, 1.0])),
+    )
+
+
+@pytest.mark.parametrize(("name", "chunks"), KINDS)
+@pytest.mark.parametrize("seed", range(6))
+def test_makespan_equals_the_walked_lists(name, chunks, seed):
+    draw = np.random.default_rng(seed)
+    stages = int(draw.integers(1, 9))
+    schedule = build(name, stages, chunks, int(draw.integers(1, 5 * stages)))
+    costs = drawn(schedule, draw)
+    assert makespan(schedule, costs) == pytest.approx(walk(schedule, costs), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rel"),
+    [
+        *(
+            (build(name, 4, chunks, 97), 1e-12 if name == "1f1b" else 1e-2)
+            for name, chunks in KINDS
+        ),
+        *(
+            (replace(build("zbv", 5, 2, 64), costs=(costs,) * 10), 1e-2)
+            for costs in ((6, 7, 5), (6, 9, 5), (6, 12, 5))
+        ),
+    ],
+)
+def test_long_lists_are_extended(schedule, rel):
+    for seed in range(2):
+        costs = drawn(schedule, np.random.default_rng(seed))
+        assert makespan(schedule, costs) == pytest.approx(walk(schedule, costs), rel=rel)

@@ -1,0 +1,566 @@
+"""Schedules: exact lists of small cases, invariants of all lists, and zero-bubble lists for given costs of F, I and W."""
+
+import functools
+import itertools
+import math
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import repeat
+
+import pytest
+
+from fugaku_megatron.config.run_config import ParallelConfig
+from fugaku_megatron.costs.layers import layer_and_head_flops
+from fugaku_megatron.costs.run_schedule import build_schedule, split_costs
+from fugaku_megatron.costs.stages import virtual_stage_sizes
+from fugaku_megatron.pipeline import cuts, schedule_names, zero_bubble
+from fugaku_megatron.pipeline.executor import execute
+from fugaku_megatron.pipeline.in_flight import InFlight, peaks_in_flight
+from fugaku_megatron.pipeline.instructions import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    RECEIVES,
+    RECV_BACKWARD,
+    RECV_FORWARD,
+    SEND_BACKWARD,
+    SEND_FORWARD,
+    SENDS,
+    Instruction,
+)
+from fugaku_megatron.pipeline.messages import receives, send_queue
+from fugaku_megatron.pipeline.placement import Placement, V
+from fugaku_megatron.pipeline.schedule import Schedule, build
+from fugaku_megatron.pipeline.timeline import Costs, walk
+from tests.helpers import small_run
+
+pytestmark = pytest.mark.unit
+
+KINDS = [
+    ("1f1b", 1),
+    ("interleaved", 2),
+    ("interleaved", 5),
+    ("zb-h1", 1),
+    ("zb-h1", 3),
+    ("zbv", 2),
+]
+FAMILIES = [(name, chunks, stages) for name, chunks in KINDS for stages in (1, 2, 3, 4, 8)]
+COSTS = [
+    ((6, 7, 5), 0),
+    ((6, 12, 5), 0),
+    ((3, 1, 1), 0),
+    ((6, 7, 5), 50),
+]  # that lists are made for, and more of the last part's F
+SHORT = {
+    "F": FORWARD,
+    "B": BACKWARD,
+    "I": BACKWARD_INPUT,
+    "W": BACKWARD_WEIGHT,
+    "rf": RECV_FORWARD,
+    "sf": SEND_FORWARD,
+    "rb": RECV_BACKWARD,
+    "sb": SEND_BACKWARD,
+}
+LONG = {op: name for name, op in SHORT.items()}
+
+
+def most_in_flight(instructions: Sequence[Instruction]) -> int:
+    """Return the largest number of (micro-batch, model chunk) pairs between F and I or B."""
+    chunks = 1 + max((i.model_chunk for i in instructions), default=0)
+    moments = peaks_in_flight(instructions, chunks)
+    return max((sum(moment.activations) for moment in moments), default=0)
+
+
+def read(text: str) -> list[Instruction]:
+    """Parse "rf0 F0" into [recv_forward of 0, forward of 0]; F0' is model chunk 1."""
+    return [
+        Instruction(
+            SHORT[word.rstrip("0123456789'")], int(word.strip("rsfbFBIW'")), word.count("'")
+        )
+        for word in text.split()
+    ]
+
+
+def work(instructions: Sequence[Instruction]) -> str:
+    """Return the computations of a list in the notation of `read`."""
+    return " ".join(
+        "".join((LONG[i.op], str(i.microbatch), *repeat("'", i.model_chunk)))
+        for i in instructions
+        if i.op not in SENDS + RECEIVES
+    )
+
+
+@functools.cache
+def schedules(name: str, chunks: int, stages: int) -> list[Schedule]:
+    """Return schedules for micro-batches below, at and above the stages, divisible or not, and their evaluation schedules."""
+    training = [build(name, stages, chunks, microbatches) for microbatches in (0, 1, 3, 5, 8, 13)]
+    if name in schedule_names.splitting_backward():
+        training += [
+            replace(
+                schedule,
+                costs=part_costs(schedule.placement.virtual_stages, each, head),
+                pending=pending,
+            )
+            for schedule in training
+            for each, head in COSTS
+            for pending in {None, stages + 1 if head else None}
+        ]
+    return [*training, *(schedule.forward_only() for schedule in training)]
+
+
+def part_costs(parts: int, each: cuts.SplitCosts, head: int = 0) -> cuts.VirtualStageCosts:
+    """Return costs of virtual stages. head: added to F of the last one."""
+    return *(each,) * (parts - 1), (each[0] + head, *each[1:])
+
+
+@functools.cache
+def lists_of(schedule: Schedule) -> list[list[Instruction]]:
+    return [schedule.instructions(stage) for stage in range(schedule.placement.stages)]
+
+
+def made(name: str, stage: int, stages: int, microbatches: int, chunks: int = 1):
+    return build(name, stages, chunks, microbatches).instructions(stage)
+
+
+def forward_only(name: str, stage: int, stages: int, microbatches: int, chunks: int = 1):
+    return build(name, stages, chunks, microbatches).forward_only().instructions(stage)
+
+
+SMALL = [
+    *(
+        (made("1f1b", stage, stages, microbatches), expected)
+        for stage, stages, microbatches, expected in (
+            (0, 1, 3, "F0 B0 F1 B1 F2 B2"),
+            (2, 3, 1, "rf0 F0 B0 sb0"),
+            (0, 4, 1, "F0 sf0 rb0 B0"),
+            (1, 4, 0, ""),
+            (0, 2, 3, "F0 sf0  F1 sf1 rb0 B0  F2 sf2 rb1 B1  rb2 B2"),
+            (1, 2, 3, "rf0 F0 B0 sb0  rf1 F1 B1 sb1  rf2 F2 B2 sb2"),
+            (0, 3, 2, "F0 sf0 F1 sf1  rb0 B0 rb1 B1"),
+            (
+                1,
+                3,
+                4,
+                "rf0 F0 sf0  rf1 F1 sf1 rb0 B0 sb0  rf2 F2 sf2 rb1 B1 sb1  rf3 F3 sf3 rb2 B2 sb2  rb3 B3 sb3",
+            ),
+        )
+    ),
+    (
+        made("interleaved", 1, 2, 2, chunks=2),
+        "rf0 F0 sf0 rf1 F1 sf1  rf0' F0' B0' sb0'  rf1' F1' B1' sb1'  rb0 B0 sb0 rb1 B1 sb1",
+    ),
+    (
+        made("interleaved", 0, 1, 1, chunks=2),
+        "F0 F0' B0' B0",
+    ),  # no messages where all parts share a stage
+    (made("zb-h1", 1, 2, 2), "rf0 F0 I0 sb0 rf1 F1 I1 sb1 W0 W1"),
+    (made("zb-h1", 0, 2, 2), "F0 sf0 F1 sf1 rb0 I0 W0 rb1 I1 W1"),
+    (
+        made("zbv", 1, 2, 1, chunks=2),
+        "rf0 F0 F0' sf0' rb0' I0' I0 sb0 W0 W0'",
+    ),  # no message at the V's bottom
+    (made("zbv", 0, 2, 1, chunks=2), "F0 sf0 rf0' F0' I0' sb0' W0' rb0 I0 W0"),
+    (forward_only("1f1b", 0, 1, 2), "F0 F1"),
+    (forward_only("1f1b", 0, 2, 2), "F0 sf0 F1 sf1"),
+    (forward_only("1f1b", 1, 3, 2), "rf0 F0 sf0 rf1 F1 sf1"),
+]
+
+
+def test_small_cases():
+    assert [given for given, expected in SMALL if given != read(expected)] == []
+    assert (
+        work(made("interleaved", 0, 2, 4, chunks=2))
+        == "F0 F1 F0' F1' F2 B0' F3 B1' F2' B0 F3' B1 B2' B3' B2 B3"
+    )
+    assert (
+        work(made("interleaved", 0, 2, 3, chunks=2)) == "F0 F1 F0' F1' F2 B0' B1' F2' B0 B1 B2' B2"
+    )  # the same without the fourth
+    assert work(forward_only("interleaved", 0, 2, 4, chunks=2)) == "F0 F1 F0' F1' F2 F3 F2' F3'"
+    assert work(forward_only("zbv", 0, 2, 4, chunks=2)) == "F0 F1 F0' F2 F1' F3 F2' F3'"
+
+
+def test_1f1b_is_in_order_and_holds_little():
+    for stages, microbatches in itertools.product(
+        (1, 2, 3, 4, 5, 8, 16), (0, 1, 2, 3, 4, 5, 7, 8, 16, 33)
+    ):
+        for stage in range(stages):
+            instructions = made("1f1b", stage, stages, microbatches)
+            order = {
+                op: [i.microbatch for i in instructions if i.op == op] for op in SHORT.values()
+            }
+            assert order[FORWARD] == order[BACKWARD] == list(range(microbatches))
+            assert most_in_flight(instructions) == min(stages - stage, microbatches)
+
+
+def needed(placement: Placement, stage: int, i: Instruction) -> list[Instruction]:
+    """Return the instructions that must precede an instruction in the same list; a whole backward is called I."""
+    m = i.microbatch
+    c = i.model_chunk
+    if i.op in RECEIVES:
+        return []
+    if i.op in SENDS:
+        return [Instruction(FORWARD if i.op == SEND_FORWARD else BACKWARD_INPUT, m, c)]
+    if i.op == BACKWARD_WEIGHT:
+        return [Instruction(BACKWARD_INPUT, m, c)]
+    forward = i.op == FORWARD
+    source = placement.neighbour(stage, c, -1 if forward else 1)
+    first = [] if forward else [Instruction(FORWARD, m, c)]
+    if source is None:
+        return first
+    if source[0] == stage:
+        return [*first, Instruction(i.op, m, source[1])]
+    return [
+        *first,
+        Instruction(RECV_FORWARD if forward else RECV_BACKWARD, m, c),
+    ]
+
+
+@pytest.mark.parametrize(("name", "chunks", "stages"), FAMILIES)
+def test_everything_once_after_what_it_needs(name, chunks, stages):
+    for schedule in schedules(name, chunks, stages):
+        placement = schedule.placement
+        evaluates = schedule.name == "forward-only"
+        computed = [FORWARD]
+        if not evaluates:
+            computed.append(BACKWARD_INPUT)
+        if schedule.splits_backward:
+            computed.append(BACKWARD_WEIGHT)
+        for stage, mine in enumerate(lists_of(schedule)):
+            assert (
+                schedule.splits_backward == any(i.op == BACKWARD_INPUT for i in mine)
+                or not schedule.microbatches
+            )
+            mine = [
+                Instruction(BACKWARD_INPUT, i.microbatch, i.model_chunk) if i.op == BACKWARD else i
+                for i in mine
+            ]
+            own = {
+                Instruction(op, m, c)
+                for op in computed
+                for m in range(schedule.microbatches)
+                for c in range(placement.model_chunks)
+            }
+            assert own == {i for i in mine if i.op not in SENDS + RECEIVES} and len(
+                set(mine)
+            ) == len(mine)
+            seen: set[Instruction] = set()
+            for i in mine:
+                assert set(needed(placement, stage, i)) <= seen, (stage, i)
+                seen.add(i)
+
+
+def simulate(
+    placement: Placement,
+    lists: list[list[Instruction]],
+    ahead: int | None = None,
+    queues: list[int] | None = None,
+) -> int:
+    """Execute all stages with blocking receives; return the most concurrent sends of a stage.
+
+    ahead None: sends do not block; with `queues` a stage with more sends waits until its oldest has been received.
+    ahead n: a send blocks until its receive is posted, n receives of the same tag ahead of the receiver's list.
+    Fail if no stage can continue, if a message is not the expected one, or if one is never received.
+    """
+    places = [0] * len(lists)
+    most = 0
+    sent: dict[tuple, list[int]] = defaultdict(list)  # (sender, receiver, tag) -> micro-batches
+    received: dict[tuple, int] = defaultdict(int)
+    under_way: list[deque[tuple[tuple, int]]] = [deque() for _ in lists]
+
+    def receive(stage: int, i: Instruction) -> bool:
+        other, tag = placement.peer(stage, i)
+        channel = (other, stage, tag)
+        number = received[other, stage, tag]
+        if number == len(sent[channel]):
+            return False
+        assert sent[channel][number] == i.microbatch, (stage, i)
+        received[channel] += 1
+        return True
+
+    def free(stage: int) -> bool:
+        mine = under_way[stage]
+        while mine and mine[0][1] < received[mine[0][0]]:
+            mine.popleft()
+        if ahead is not None:
+            return not mine or mine[-1][1] < received[mine[-1][0]] + ahead
+        return queues is None or len(mine) <= queues[stage]
+
+    while any(place < len(mine) for place, mine in zip(places, lists)):
+        before = sum(places)
+        for stage, mine in enumerate(lists):
+            while places[stage] < len(mine) and free(stage):
+                i = mine[places[stage]]
+                if i.op in RECEIVES and not receive(stage, i):
+                    break
+                if i.op in SENDS:
+                    other, tag = placement.peer(stage, i)
+                    under_way[stage].append(((stage, other, tag), len(sent[stage, other, tag])))
+                    sent[stage, other, tag].append(i.microbatch)
+                    most = max(most, len(under_way[stage]))
+                places[stage] += 1
+        assert sum(places) > before, (
+            f"deadlock: {[mine[place : place + 2] for mine, place in zip(lists, places)]}"
+        )
+    assert all(len(messages) == received[channel] for channel, messages in sent.items()), (
+        "a message was never received"
+    )
+    return most
+
+
+@pytest.mark.parametrize(("name", "chunks", "stages"), FAMILIES)
+def test_messages_of_a_tag_follow_the_order_of_the_microbatches(name, chunks, stages):
+    for schedule in schedules(name, chunks, stages):
+        for stage, mine in enumerate(lists_of(schedule)):
+            by_tag = defaultdict(list)
+            for i in mine:
+                if i.op in SENDS + RECEIVES:
+                    by_tag[i.op, schedule.placement.peer(stage, i)].append(i.microbatch)
+            assert all(
+                messages == list(range(schedule.microbatches)) for messages in by_tag.values()
+            )
+            posted = {(i.op, i.model_chunk) for i in mine if i.op in RECEIVES}
+            assert {
+                tag: [i.microbatch for i in found] for tag, found in receives(mine).items()
+            } == dict.fromkeys(posted, list(range(schedule.microbatches)))
+
+
+@pytest.mark.parametrize(("name", "chunks", "stages"), FAMILIES)
+def test_every_list_can_be_walked_whether_sends_block_or_not(name, chunks, stages):
+    """Check also that its send queue never blocks a stage."""
+    for schedule in schedules(name, chunks, stages):
+        lists = lists_of(schedule)
+        queues = [send_queue(schedule, stage) for stage in range(schedule.placement.stages)]
+        simulate(schedule.placement, lists, ahead=schedule_names.row(name).receives_ahead)
+        under_way = simulate(schedule.placement, lists)
+        if (
+            schedule.name != "forward-only"
+        ):  # where nothing tells that a send is finished, and stages wait
+            assert under_way <= max(queues)
+        simulate(schedule.placement, lists, queues=queues)
+
+
+def test_the_send_queue_does_not_grow_with_the_batch():
+    for name, chunks in KINDS:
+        few, many = (
+            [send_queue(build(name, 4, chunks, m), stage) for stage in range(4)] for m in (24, 96)
+        )
+        assert many == few and max(few) <= 4 * 4 * chunks
+
+
+def test_held_and_run():
+    assert peaks_in_flight(read("F0 F1 B0 F2 B1 B2")) == (InFlight((2,), (0,)),)
+    assert set(peaks_in_flight(read("F0 F1 I0 I1 W0 W1"))) == {
+        InFlight((2,), (0,)),
+        InFlight((1,), (1,)),
+        InFlight((0,), (2,)),
+    }
+    assert set(peaks_in_flight(read("F0 F0' B0' B0 F1"), 2)) == {InFlight((1, 1), (0, 0))}
+    assert peaks_in_flight([]) == () and most_in_flight([]) == 0
+    assert most_in_flight(read("F0 F1 F0' I0' W0' I0 W0 I1 W1")) == 3
+
+    class Executor:
+        def __init__(self):
+            self.calls = []
+
+        def __getattr__(self, op):
+            return lambda instruction: self.calls.append((op, instruction))
+
+    instructions = made("1f1b", 1, 3, 4)
+    executor = Executor()
+    execute(instructions, executor)
+    assert executor.calls == [(i.op, i) for i in instructions]
+
+
+@pytest.mark.parametrize(("name", "chunks", "stages"), FAMILIES)
+def test_what_a_stage_holds(name, chunks, stages):
+    for schedule in schedules(name, chunks, stages)[:8]:
+        p = schedule.placement.stages
+        v = schedule.placement.model_chunks
+        for stage, mine in enumerate(lists_of(schedule)):
+            most = max(
+                (sum(h.activations) + sum(h.weight_inputs) for h in peaks_in_flight(mine, v)),
+                default=0,
+            )
+            if schedule.name == "interleaved":
+                assert (
+                    most <= 2 * (p - stage - 1) + (v - 1) * p + 1
+                )  # what Megatron's first forwards and one more hold
+            else:
+                assert most <= (
+                    p - stage if schedule.name == "1f1b" else p * v
+                )  # in all, no more than the first stage of 1F1B
+
+
+OPERATIONS = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+# Of 124M, whose head costs five layers, and of a model whose head costs two, both cut for stages of equal cost.
+HEAVY = {
+    2: ((18, 21, 15), (24, 28, 20), (24, 28, 20), (94, 7, 5)),
+    4: ((12, 14, 10), *((18, 21, 15),) * 6, (42, 7, 5)),
+}
+
+
+def made_for(
+    costs: cuts.SplitCosts,
+    stages: int,
+    microbatches: int,
+    head: int = 0,
+    pending: int | None = None,
+) -> Schedule:
+    """Build ZB-V for virtual stages of these costs."""
+    return replace(
+        build("zbv", stages, 2, microbatches),
+        costs=part_costs(2 * stages, costs, head),
+        pending=pending,
+    )
+
+
+def end(lists: Schedule, costs: cuts.VirtualStageCosts) -> float:
+    """Return the end of all stages at these costs of virtual stages."""
+    place = lists.placement
+    stages = range(lists.placement.stages)
+    chunks = range(lists.placement.model_chunks)
+    return walk(
+        lists,
+        Costs(
+            {
+                op: [
+                    [costs[place.virtual_stage(stage, chunk)][n] for chunk in chunks]
+                    for stage in stages
+                ]
+                for n, op in enumerate(OPERATIONS)
+            }
+        ),
+    )
+
+
+def busy(lists: Schedule, costs: cuts.VirtualStageCosts) -> int:
+    """Return the computation time of the busiest stage."""
+    place = lists.placement
+    stages = range(lists.placement.stages)
+    return lists.microbatches * max(
+        sum(sum(costs[place.virtual_stage(stage, chunk)]) for chunk in range(place.model_chunks))
+        for stage in stages
+    )
+
+
+def most(moments: Sequence[InFlight], share: float = 1) -> float:
+    """Return the most micro-batches in flight, per model chunk. share: weight of those between I and W."""
+    return max(sum(moment.activations) + share * sum(moment.weight_inputs) for moment in moments)
+
+
+@pytest.mark.parametrize(("costs", "gain"), [((6, 7, 5), 0.985), ((6, 12, 5), 0.88)])
+@pytest.mark.parametrize("stages", [4, 6, 8])
+def test_lists_made_for_the_costs_are_shorter(stages, costs, gain):
+    slots = build("zbv", stages, 2, 4 * stages)
+    own = made_for(costs, stages, 4 * stages)
+    assert end(own, own.costs) <= gain * end(slots, own.costs)
+    assert end(own, own.costs) <= (1 + 0.6 / 4) * busy(own, own.costs)
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "pending", "idle"),
+    [(2, 4, None, 0.06), (2, 4, 3, 0.005), (2, 16, 3, 0.01), (4, 16, 6, 0.03)],
+)
+def test_a_heavy_last_part_and_more_memory_leave_stages_busy(stages, microbatches, pending, idle):
+    own = replace(made_for((6, 7, 5), stages, microbatches, pending=pending), costs=HEAVY[stages])
+    alike = replace(own, costs=(), pending=None)
+    assert end(own, own.costs) <= (1 + idle) * busy(own, own.costs) and end(
+        own, own.costs
+    ) < 0.97 * end(alike, own.costs)
+    assert max(most(own.in_flight(stage)) for stage in range(stages)) <= 2 * (pending or stages)
+
+
+@pytest.mark.parametrize(
+    ("costs", "head"), [((6, 7, 5), 0), ((6, 9, 5), 0), ((6, 12, 5), 0), ((6, 7, 5), 50)]
+)
+@pytest.mark.parametrize(("stages", "more"), [(1, 0), (2, 3), (5, 0), (8, 3)])
+def test_they_hold_no_more_than_they_may(stages, costs, head, more):
+    pending = stages + more if more else None
+    own = made_for(costs, stages, 70, head, pending)
+    for stage in range(stages):
+        moments = peaks_in_flight(own.instructions(stage), 2)
+        assert most(moments) <= 2 * (pending or stages)
+        for share in (1, 0.6):  # of a chunk's bytes that its W needs
+            assert most(own.in_flight(stage), share) == pytest.approx(
+                most(moments, share), rel=0.03
+            ), "a shorter list holds as much"
+
+
+def test_costs_of_runs_and_where_there_is_no_list():
+    place = Placement(8, 2, V)
+    costs = part_costs(16, (6, 7, 5), 14)
+    made = [
+        zero_bubble._Simulation(place, 24, 32, zero_bubble.Policy(costs, True, empties)).lists
+        for empties in (False, True)
+    ]
+    assert math.inf in [zero_bubble.end(place, lists, costs) for lists in made]
+    assert zero_bubble.end(place, zero_bubble.lists(place, 24, 32, costs), costs) < math.inf
+    placement = Placement(12, 3)
+    with pytest.raises(
+        zero_bubble.NoList,
+        match="12 stages of 3 chunks that hold 54 of them have no zero-bubble list",
+    ):
+        zero_bubble.lists(
+            placement,
+            168,
+            54,
+            tuple(repeat((6, 7, 5), placement.virtual_stages)),
+            tuple(repeat((6, 7, 2), placement.virtual_stages)),
+        )
+    run = small_run(
+        num_layers=4,
+        pipeline_model_parallel_size=2,
+        tensor_model_parallel_size=2,
+        pipeline_schedule="zb-h1",
+        zero_bubble_max_pending_backward=3,
+    )
+    lists = build_schedule(run, 4)
+    assert (
+        lists.pending == 3
+        and [w for _, _, w in lists.costs] == [10, 10]
+        and [w for _, _, w in lists.compared] == [4, 4]
+    )
+
+
+@pytest.mark.parametrize(
+    ("costs", "head"), [((1, 1, 1), 0), ((6, 7, 5), 0), ((6, 12, 5), 0), ((6, 7, 5), 50)]
+)
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (4, 2), (8, 4), (5, 16)])
+def test_the_end_is_that_of_the_walk_and_no_later_than_that_of_the_list_for_equal_costs(
+    stages, microbatches, costs, head
+):
+    own = made_for(costs, stages, microbatches, head)
+    found = zero_bubble.lists(own.placement, microbatches, 2 * stages, own.costs)
+    assert (
+        zero_bubble.end(own.placement, found, own.costs)
+        == end(own, own.costs)
+        <= end(replace(own, costs=()), own.costs)
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "costs"),
+    [
+        ({}, (6, 7, 5)),
+        ({"recompute_granularity": "full"}, (6, 12, 5)),
+        ({"recompute_granularity": "full", "recompute_part_layers": (2, 2, 2, 0)}, (6, 7, 5)),
+    ],
+)
+def test_parts_cost_what_their_layers_and_the_head_do(changes, costs):
+    run = small_run(
+        num_layers=8, pipeline_model_parallel_size=2, pipeline_schedule="zbv", **changes
+    )
+    found = build_schedule(run, 4)
+    layers = virtual_stage_sizes(run)
+    layer, head = layer_and_head_flops(run)
+    expected = [tuple(cost * count for cost in costs) for count in layers]
+    expected[-1] = (expected[-1][0] + round(3 * 6 * head / layer), *expected[-1][1:])
+    assert found.costs == found.compared == split_costs(run) == tuple(expected)
+    assert (
+        build_schedule(
+            replace(run, parallel=ParallelConfig(pipeline_model_parallel_size=2)), 4
+        ).costs
+        == ()
+    )

@@ -1,0 +1,573 @@
+"""The report: checks of kernels, findings, hours, names, files and pages; whole runs are in tests/report/test_whole_reports.py."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import platform
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fugaku_megatron.calibration import calibrate
+from fugaku_megatron.cli import program
+from fugaku_megatron.cli.arguments import make_run
+from fugaku_megatron.comm.agreement import find_nodes
+from fugaku_megatron.comm.base import SoloComm
+from fugaku_megatron.costs.flops import model_flops
+from fugaku_megatron.costs.parameters import model_parameters
+from fugaku_megatron.host import kernels
+from fugaku_megatron.host import machine as host_machine
+from fugaku_megatron.host.energy import Counter, Counters
+from fugaku_megatron.planner import machine
+from fugaku_megatron.report import (
+    context,
+    figures,
+    findings,
+    kernel_rates,
+    layers,
+    measure,
+    record,
+    training,
+)
+from fugaku_megatron.report.record import NAMES, Budget, without_names
+from tests.checks.calibration import rank as calibrated_rank
+from tests.file_damage import changed
+from tests.helpers import RECORDED
+
+pytestmark = pytest.mark.unit
+
+# Sections of a report on a node without faults
+HEALTHY = json.loads((RECORDED / "report.json").read_text())
+(NODE,) = HEALTHY["host"]["nodes"]
+RANK = HEALTHY["kernels"]["ranks"][0]
+COLLECTIVE = HEALTHY["communication"]["collectives"][0]
+LAYERS = HEALTHY["layers"]["rows"][0]
+
+
+def report(sections=HEALTHY, complete=True, **more):
+    data = {
+        "format": record.FORMAT,
+        "version": record.VERSION,
+        "program": "0",
+        "complete": complete,
+        "seconds": 65.0,
+        "ended": "finished" if complete else "ended by SIGTERM",
+        "date": "2026-01-01",
+        "minutes": 10.0,
+        "sections": sections,
+    }
+    return {
+        **data,
+        "findings": findings.findings(sections),
+        "hours": layers.hours(sections),
+        **more,
+    }
+
+
+# Kernels --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_kernel_agrees_with_the_reference_by_any_number_of_threads():
+    torch.set_num_threads(1)
+    rows = kernel_rates.compared()
+    assert all(row["good"] for row in rows) and len(rows) > 35
+    assert {row["kernel"] for row in rows} >= {
+        "linear_forward",
+        "attention_backward",
+        "adamw",
+        "cross_entropy_backward",
+    }
+    torch.set_num_threads(2)
+    assert [row["checksum"] for row in kernel_rates.compared()] == [row["checksum"] for row in rows]
+    torch.set_num_threads(1)
+
+
+def test_a_kernel_that_computes_something_else_is_found(monkeypatch):
+    real = kernels.activate
+
+    def wrong(x, bias, y):
+        real(x, bias, y)
+        if kernels.active() != "reference":
+            y.view(-1)[7] += 0.01
+
+    monkeypatch.setattr(kernels, "activate", wrong)
+    rows = kernel_rates.compared()
+    assert [row["kernel"] for row in rows if not row["good"]][0] == "activate"
+    found = findings.findings(changed(HEALTHY, "kernels/checks", rows))
+    assert (
+        found[0]["severe"]
+        and "activate" in found[0]["measured"]
+        and "do not train" in found[0]["remedy"]
+    )
+
+
+def test_a_nan_is_a_difference():
+    assert kernel_rates.difference([torch.tensor([float("nan")])], [torch.ones(1)]) == float("inf")
+    assert kernel_rates.difference([torch.tensor([1.5, 4.0])], [torch.tensor([1.0, 4.0])]) == 0.125
+
+
+def test_rates_are_bytes_over_time(monkeypatch):
+    monkeypatch.setattr(
+        kernel_rates,
+        "best_seconds",
+        lambda calls, rounds: [call() for call in calls] and 1e-3,
+    )
+    rows = kernel_rates.elementwise_rates(kernel_rates.Sizes(rows=64, cols=32), 0.01, 1)
+    assert {row["kernel"] for row in rows} == set(kernel_rates.ELEMENTWISE)
+    activate = next(row for row in rows if row["kernel"] == "activate")
+    assert activate["gbs"] == pytest.approx(4 * (2 * 64 + 1) * 32 / 1e-3 / 1e9)
+    assert activate["of_triad"] == pytest.approx(activate["gbs"] / 0.01)
+
+
+# Findings -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_healthy_machine_has_no_findings():
+    assert findings.findings(HEALTHY) == []
+    assert "Nothing was found that is wrong" in figures.text(report())
+
+
+@pytest.mark.parametrize(
+    "place, value, words",
+    [
+        (
+            "kernels/differing_ranks",
+            [1],
+            "ranks compute different bits: ranks 1 and rank 0",
+        ),
+        (
+            "kernels/ranks",
+            [{**RANK, "clock_ghz": 2.0}] * 2,
+            "clock falls under load: 2.00 GHz; 3.00 GHz",
+        ),
+        (
+            "kernels/ranks",
+            [RANK, RANK, {**RANK, "clock_ghz": 2.0, "threads": 0}],
+            "rank 2 on node 0: 2.00 GHz; 3.00 GHz",
+        ),
+        (
+            "host/nodes/0/governor",
+            "powersave",
+            "governor powersave; performance; cpupower",
+        ),
+        ("host/nodes/0/load", 9.0, "other processes compute on node 0: load 9.0"),
+        (
+            "host/nodes/0/mapping",
+            [
+                "cores: a",
+                "note: ranks 0-1 compute with 8 threads on 4 cores: start fewer ranks",
+            ],
+            "SEVERE: ranks and cores do not fit on node 0: ranks 0-1 compute with 8 threads on 4 cores; one rank with",
+        ),
+        (
+            "host/nodes/0/cores",
+            16,
+            "idle cores on node 0: 8 threads; 16 cores; set OMP_NUM_THREADS",
+        ),
+        (
+            "host/nodes/0/huge_pages/transparent",
+            "never",
+            "transparent_hugepage is never; madvise",
+        ),
+        ("host/nodes/0/numa_balancing", "1", "numa_balancing is 1; 0; sysctl"),
+        ("host/nodes/0/free_gib", 10.0, "10.0 GiB are free"),
+        (
+            "kernels/gemm",
+            [[128, 10.0, 0.03], [2048, 90.0, 0.3]],
+            "matmuls are slow: 90 GFLOP/s at 2048, 30% of the FMA peak; 75%",
+        ),
+        (
+            "kernels/attention",
+            [[2048, 60.0, 60.0, 0.2, 0.2]],
+            "attention is slow: 20% and 20%",
+        ),
+        (
+            "kernels/elementwise",
+            [{"kernel": "gelu", "gbs": 5.0, "of_triad": 0.1}],
+            "1 element-wise kernels are below",
+        ),
+        ("kernels/target", "avx2", "target avx2; avx512; unset FUGAKU_MEGATRON_TARGET"),
+        (
+            "host/nodes/0/features",
+            ["avx512f", "amx_bf16"],
+            "target avx512; amx; unset",
+        ),
+        ("communication/ranks", 1, "communication was not measured: one rank, MPICH"),
+        (
+            "communication/thread_level",
+            "funneled",
+            "MPI_THREAD_FUNNELED; MPI_THREAD_SERIALIZED",
+        ),
+        (
+            "communication/collectives",
+            [{**COLLECTIVE, "seconds": 0.1, "to_model": 5.0}],
+            "collectives inside nodes are slow: all_reduce of 64 MiB takes 100 ms; 20 ms in the model",
+        ),
+        (
+            "training/rows/1/tokens_per_s",
+            1200.0,
+            "2 ranks: 60% of one rank's tokens/s each; 80%",
+        ),
+        ("training/rows/1/left_out", "memory", "124M does not fit"),
+        (
+            "storage/write_gbs",
+            0.05,
+            "checkpoints are slow: 0.05 GB/s on ext4; 0.3 GB/s; --async-save",
+        ),
+    ],
+)
+def test_each_problem_is_found_with_a_remedy(place, value, words):
+    sections = changed(HEALTHY, place, value)
+    assert words in figures.text(report(sections)), figures.text(report(sections))
+    assert all(
+        all(found[name] for name in ("what", "measured", "expected", "remedy"))
+        for found in findings.findings(sections)
+    )
+
+
+def test_a_problem_of_many_nodes_is_one_finding():
+    sections = {
+        "host": {
+            "nodes": [
+                {**NODE, "load": 9.0 + n, "numa_balancing": "1" if n == 3 else "0"}
+                for n in range(7)
+            ]
+        }
+    }
+    busy, moved = findings.findings(sections)
+    assert (
+        busy["what"] == "other processes compute on nodes 0, 1, 2, 3 and 3 others"
+        and busy["measured"] == "load 9.0"
+    )
+    assert moved["what"] == "the system moves pages on node 3"
+
+
+def test_a_virtual_machines_clock_and_shrunk_shapes_are_no_findings():
+    assert (
+        findings.findings(
+            {
+                **changed(HEALTHY, "kernels/ranks", [{**RANK, "clock_ghz": 2.0}] * 2),
+                "host": {"nodes": [{**NODE, "features": ["avx512f", "hypervisor"]}]},
+            }
+        )
+        == []
+    )
+    shrunk = changed(HEALTHY, "kernels/shrunk", True)
+    shrunk["kernels"]["gemm"] = [[32, 1.0, 0.01]]
+    assert findings.findings(shrunk) == [] and "SHRUNK SHAPES" in figures.text(report(shrunk))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [(), ("host",), ("kernels",), ("host", "kernels"), ("communication", "training"), ("storage",)],
+)
+def test_a_part_of_the_sections_is_a_text(names):
+    data = report({name: HEALTHY[name] for name in names}, complete=False)
+    assert figures.text(data).startswith(
+        "fugaku-megatron report"
+    ) and "PARTIAL, ended by SIGTERM" in figures.text(data)
+
+
+def test_the_text_has_every_figure_of_the_comparison():
+    text = figures.text(report())
+    assert all(name in text for name, _ in figures.figures(report()))
+
+
+# Hours ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_hours_follow_from_the_rate_of_two_layers():
+    one = next(row for row in layers.hours(HEALTHY) if row["model"] == "1B")
+    run = make_run("llama-3.2-1b", {"seq_length": 1024, "mock_data": True})
+    sample = 2.0 * model_flops(run, 1) / 4e11  # seconds of a sample in each of two groups
+    update = 0.5 * model_parameters(run) / 1e8 + 4 * model_parameters(run) / 3e9
+    seconds = layers.TOKENS / (2 * 1024 / sample) + layers.TOKENS / layers.UPDATE_TOKENS * update
+    assert one["hours"] == pytest.approx(seconds / 3600) and one["label"] == "model (extrapolated)"
+    assert one["fits"] and one["need_gib"] == pytest.approx(16 * model_parameters(run) / 2**30)
+
+
+def test_every_model_has_hours_and_the_large_one_names_the_nodes_it_needs():
+    rows = layers.hours(HEALTHY)
+    assert [row["model"] for row in rows] == ["0.6B", "1B", "3B", "8B"]
+    sizes = [row["parameters"] / 1e9 for row in rows]
+    assert sizes == pytest.approx([0.596, 1.236, 3.213, 8.03], rel=2e-3)
+    assert (
+        not rows[-1]["fits"] and rows[-1]["nodes_needed"] == 3
+    )  # 120 GiB on nodes of 64, of which 0.8 are used
+    left_out = {"shape": "8B", "left_out": "time"}
+    assert layers.hours({"layers": {"rows": [left_out]}}) == []
+    rows = layers.hours({"layers": {"rows": [LAYERS, left_out]}})
+    assert [row["from"] for row in rows] == ["two layers of 1B"] * 4 and rows[3]["hours"] > rows[1][
+        "hours"
+    ] > 0
+
+
+# Names and files ------------------------------------------------------------------------------------------------------------------
+
+
+def test_names_are_replaced_and_words_that_contain_them_are_not():
+    words = {"/home/jo": "HOME", "jo": "USER", "node7": "HOST"}
+    text = {
+        "a": ["failed on node7: /home/jo/x: jo may not", "a job on node77", 5],
+        "b": "3 tokens/s, 16K/s",
+    }
+    assert without_names(text, words) == {
+        "a": ["failed on HOST: PATH: USER may not", "a job on node77", 5],
+        "b": "3 tokens/s, 16K/s",
+    }
+
+
+def test_files_are_whole_after_every_section_and_names_stay_on_request(tmp_path):
+    path = tmp_path / "r.json"
+    secret = f"{getpass.getuser()} at {platform.node()} in {os.getcwd()}"
+    for names in (False, True):
+        one = record.Record(path, Budget(1.0), lambda data: f"complete: {data['complete']}", names)
+        one.data["sections"]["host"] = {"error": secret, "x": 1.23456789}
+        one.write()
+        data = json.loads(path.read_text())
+        assert data["complete"] is False and data["sections"]["host"]["x"] == 1.2346
+        assert path.with_suffix(".txt").read_text() == "complete: False"
+        assert (data["sections"]["host"]["error"] == secret) is names and ("names" in data) is names
+        one.end("finished", complete=True)
+        assert record.read("--compare", path)["complete"] is True
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["r.json", "r.txt"]
+
+
+def test_a_write_that_fails_leaves_the_file_of_before(tmp_path, monkeypatch):
+    path = tmp_path / "r.json"
+    record.write_atomically(path, "first")
+    monkeypatch.setattr(record.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+    with pytest.raises(OSError):
+        record.write_atomically(path, "second")
+    assert path.read_text() == "first" and len([*tmp_path.iterdir()]) == 1
+
+
+def test_a_signal_that_writes_during_a_write_does_not_mix_two_texts(tmp_path, monkeypatch):
+    def opened(*args, **kwargs):
+        def interrupted():
+            del file.flush  # closing calls it as well
+            record.write_atomically(path, "the last words")
+            raise SystemExit
+
+        monkeypatch.undo()
+        file = open(*args, **kwargs)
+        file.flush = interrupted
+        return file
+
+    path = tmp_path / "r.json"
+    monkeypatch.setattr(record, "open", opened, raising=False)
+    with pytest.raises(SystemExit):
+        record.write_atomically(path, "a long text of before")
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [
+        ("r.json", "the last words")
+    ]
+
+
+def test_the_time_of_a_section_is_its_share_of_what_is_left():
+    now = [0.0]
+    budget = Budget(10.0, lambda: now[0])
+    assert budget.of("training", ("layers", "storage")) == pytest.approx(582 * 26 / 56)
+    now[0] = 300.0
+    assert budget.of("storage", ()) == pytest.approx(282)
+    now[0] = 900.0
+    assert budget.of("storage", ()) == 0.0
+
+
+def test_sections_without_time_are_left_out_and_named(tmp_path, monkeypatch, capsys):
+    """Measure with a section of kernels that takes longer than the whole report may."""
+    now = [0.0]
+    took = {"host": 1.0, "kernels": 70.0, "communication": 20.0}
+
+    def section(name, _):
+        now[0] += took[name]
+        return HEALTHY[name]
+
+    alone = context.Context(
+        world=SoloComm(), nodes=find_nodes(SoloComm()), scale=context.SHRUNK, energy=Counters("")
+    )
+    monkeypatch.setattr(measure, "SECTIONS", {name: partial(section, name) for name in NAMES})
+    monkeypatch.setattr(measure, "make_context", lambda world, args: alone)
+    monkeypatch.setattr(measure, "end_with_signal", lambda report: None)
+    monkeypatch.setattr(
+        measure, "Budget", lambda minutes, spent: Budget(minutes, lambda: now[0], 2.0)
+    )
+    args = SimpleNamespace(
+        output=tmp_path / "r.json", minutes=1.5, only=None, with_names=False, spent=0.0
+    )
+    measure.measure(SoloComm(), args)
+    data = json.loads((tmp_path / "r.json").read_text())
+    assert list(data["sections"]) == list(took) and data["left_out"] == list(NAMES[3:])
+    out = capsys.readouterr().out
+    assert "after 1:33; no time left within --minutes for training, layers, storage" in out
+
+
+def test_matmul_sizes_fit_into_the_time_by_the_clock(monkeypatch):
+    """Time matmuls of a machine whose threads wait 10 ms at every call."""
+    monkeypatch.setattr(kernel_rates, "matmul_seconds", lambda n: 0.01 + 2 * n**3 / 1e11)
+    sizes = partial(kernel_rates.affordable_sizes, context.Scale())
+    assert [len(sizes(seconds)) for seconds in (1e4, 400.0, 100.0)] == [5, 1, 0]
+    assert len(sizes(100.0, least=2)) == 2
+
+
+def test_training_needs_time_for_two_steps():
+    alone = context.Context(
+        world=SoloComm(),
+        nodes=find_nodes(SoloComm()),
+        scale=context.Scale(),
+        energy=Counters(""),
+        free=1e12,
+        seconds=5.0,
+        compute=replace(calibrated_rank(), gemm={machine.FP32: ((512, 1.0),)}),
+    )
+    (row,) = training.training_section(alone)["rows"]
+    assert row == {"ranks": 1, "left_out": "time"}
+
+
+def test_two_reports_are_compared_with_ratios(tmp_path, capsys):
+    faster = changed(HEALTHY, "kernels/ranks", [{**RANK, "fma_gflops": 600.0}] * 2)
+    faster["communication"]["inside"]["alpha_us"] = 0.5
+    del faster["storage"]
+    for name, data in (("a", report()), ("b", report(faster, complete=False))):
+        (tmp_path / f"{name}.json").write_text(json.dumps(data))
+    assert (
+        program.main(["report", "--compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")])
+        == 0
+    )
+    out = capsys.readouterr().out
+    rows = {
+        cells[1].strip(): [cell.strip() for cell in cells[2:-1]]
+        for line in out.splitlines()
+        if (cells := line.split("|"))[2:]
+    }
+    assert rows["FMA peak of a rank"] == ["GFLOP/s", "300", "600", "2.00"]
+    assert rows["message inside nodes"] == ["us", "1", "0.5", "2.00"]
+    assert rows["checkpoint written"] == ["GB/s", "1", "-", "-"]
+    assert "PARTIAL: ended by SIGTERM" in out and "1 of 1 kernels compute the same bits" in out
+    assert figures.ratio("hours", 10.0, 5.0) == "2.00" and figures.ratio("GB/s", None, 5.0) == "-"
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (
+            "--compare {0}/no.json {0}/no.json",
+            "no.json: cannot be read (No such file or directory); pass a file that fugaku-megatron report wrote",
+        ),
+        ("--compare {0}/text.json {0}/text.json", "text.json: not JSON: pass a file"),
+        ("--compare {0}/other.json {0}/other.json", "other.json is not a report: pass a file"),
+        ("--compare {0}/old.json {0}/old.json", "has version 0, this program reads 1"),
+        ("--minutes 0", "--minutes is 0: pass a number above 0"),
+        ("--output {0}/x.txt", "ends in .json"),
+        ("--output {0}/no/x.json", "is not a directory"),
+        ("--save {0}/no", "is not a folder that can be written"),
+        ("--ranks 0", "--ranks is 0: pass a number above 0"),
+    ],
+)
+def test_mistakes_are_one_line(words, message, tmp_path, capsys):
+    (tmp_path / "text.json").write_text("no")
+    (tmp_path / "other.json").write_text("{}")
+    (tmp_path / "old.json").write_text(json.dumps(report(version=0)))
+    assert program.main(["report", *words.format(tmp_path).split()]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("fugaku-megatron report: ") and message in err and err.count("\n") == 1
+
+
+# Hosts and machines ---------------------------------------------------------------------------------------------------------------
+
+
+def test_facts_of_a_described_node(tmp_path):
+    files = {
+        "proc/cpuinfo": "processor\t: 0\nmodel name\t: A CPU\nflags\t\t: fpu avx2 avx512f amx_bf16\n",
+        "proc/sys/kernel/numa_balancing": "1",
+        "sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]",
+        "sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages": "12",
+        "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq": "3500000",
+        "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "powersave",
+        "sys/devices/system/cpu/cpu0/cache/index0/level": "1",
+        "sys/devices/system/cpu/cpu0/cache/index0/type": "Data",
+        "sys/devices/system/cpu/cpu0/cache/index0/size": "32K",
+        "sys/devices/system/node/node0/cpulist": "0-1,900",
+        "sys/devices/system/node/node0/meminfo": "Node 0 MemTotal:       33554432 kB",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    for cpu in (0, 1, 900):
+        (tmp_path / f"sys/devices/system/cpu/cpu{cpu}").mkdir(parents=True, exist_ok=True)
+    facts = host_machine.facts(tmp_path)
+    assert (facts["cpu"], facts["features"]) == ("A CPU", ["avx2", "avx512f", "amx_bf16"])
+    assert facts["huge_pages"]["transparent"] == "never" and facts["huge_pages"]["reserved"] == {
+        "2048kB": 12
+    }
+    assert (
+        facts["nominal_ghz"] == 3.5
+        and facts["governor"] == "powersave"
+        and facts["caches"] == ["L1 Data 32K"]
+    )
+    allowed = len({0, 1, 900} & os.sched_getaffinity(0))
+    assert (
+        facts["domains"] == [{"cores": 3, "allowed": allowed, "gib": 32.0}]
+        and facts["numa_balancing"] == "1"
+    )
+    assert facts["target"] == kernels.active() and json.dumps(facts)
+
+
+def test_a_report_is_a_machine_and_a_partial_one_says_why_not(tmp_path):
+    described = calibrate.describe(
+        "a test", [calibrated_rank()], {}, calibrate.NetworkRates(), 64.0, "report"
+    )
+    path = tmp_path / "here.json"
+    path.write_text(json.dumps(report(machine=described)))
+    loaded = machine.load(str(path))
+    assert (loaded.name, loaded.threads, loaded.stream_gbs, loaded.intra_gbs) == (
+        "here",
+        2,
+        20.0,
+        5.0,
+    )  # two copies in memory
+    assert (
+        loaded.sources["intra_gbs"].startswith("not measured: one rank")
+        and "report" in loaded.sources["stream_gbs"]
+    )
+    assert [curve.threads for curve in loaded.gemm_curves] == [2]
+    path.write_text(json.dumps(report(complete=False)))
+    with pytest.raises(ValueError, match="this report ended before it had measured the machine"):
+        machine.load(str(path))
+
+
+def test_the_type_of_a_file_system(tmp_path):
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"a / ext4 rw 0 0\nb {Path(tmp_path).resolve()} lustre rw 0 0\n")
+    assert (
+        training.file_system(tmp_path / "x", mounts) == "lustre"
+        and training.file_system(Path("/"), mounts) == "ext4"
+    )
+
+
+@pytest.mark.parametrize(
+    "counted, watts", [([100.0, 160.0], 30.0), ([100.0, None], None), (None, None)]
+)
+def test_power_is_what_the_counters_of_the_nodes_passed_over(counted, watts):
+    values = iter(counted or ())
+    energy = Counters("RAPL", [Counter("package-0", lambda: next(values))] if counted else [])
+    here = context.Context(
+        world=SoloComm(), nodes=find_nodes(SoloComm()), scale=context.SHRUNK, energy=energy
+    )
+    here.energy.joules()
+    assert training.watts_of(here, here.world, 2.0) == watts
+
+
+def test_the_text_shows_power_or_why_not():
+    rows = HEALTHY["training"]["rows"]
+    with_power = changed(
+        HEALTHY, "training/rows", [*rows[:1], {**rows[1], "watts": 250.0, "tokens_per_joule": 8.0}]
+    )
+    found = figures.figures(report(with_power))
+    assert found["124M, 2 ranks", "W"] == 250 and found["124M, 2 ranks", "tokens/J"] == 8
+    assert "power: no energy counter\n" in figures.text(report())

@@ -1,0 +1,351 @@
+"""The benchmark tables as data: every row as printed, corrected by errata alone, its TFLOPs computed again, wrong cells refused."""
+
+import csv
+import shutil
+from collections import Counter
+
+import pytest
+
+from fugaku_megatron.reproduction import rows, tables
+from fugaku_megatron.reproduction.rows import Row, load
+
+pytestmark = pytest.mark.unit
+
+
+def row(document: str, line: int) -> Row:
+    return next(r for r in load([document]) if r.line == line)
+
+
+def test_every_row_of_every_table_is_there_verbatim():
+    counts = {
+        "000": [14, 4, 14, 5],
+        "001": [5, 11],
+        "002": [7, 7],
+        "004": [3, 3, 8, 9, 4, 4, 4, 4, 3, 5, 4, 3, 4, 1, 3, 2, 2, 3, 1, 2, 6, 3, 2, 3, 7, 6, 11],
+        "005": [7, 2, 1],
+    }
+    for document, expected in counts.items():
+        tables = Counter(r.table.id for r in load([document]))
+        assert list(tables.values()) == expected
+        assert list(tables) == [f"{document}.{n}" for n in range(1, len(expected) + 1)]
+    lines = [(r.document, r.line) for r in load()]
+    assert lines == sorted(set(lines)), (
+        "rows keep the order of the documents, each stands there once"
+    )
+    assert row("001", 24).cell("mem") == "29138.6 MiB (OOM after first epoch)"
+    assert row("001", 32).cell("seconds") == "3534883.3(1itrのみ実行)"
+    assert row("000", 27).cell("gbs") == "- MiB"
+    assert row("000", 40).cell("nodes") == "1 (2.2Hz)"
+    assert row("002", 20).cells == (
+        "1",
+        "2.0GHz",
+        "124M",
+        *"1111",
+        "1024",
+        "3769.4 MiB",
+        "1020.3",
+        "1.09",
+        "0.0010",
+        "-",
+    )
+
+
+def test_one_run_counts_once():
+    documents = {d: load([d]) for d in rows.DOCUMENTS}
+    assert {d: sum(r.fit_time for r in found) for d, found in documents.items()} == {
+        "000": 19,
+        "001": 15,
+        "002": 14,
+        "004": 84,
+        "005": 10,
+    }
+    assert {d: sum(r.fit_memory for r in found) for d, found in documents.items()} == {
+        "000": 19,
+        "001": 4,
+        "002": 14,
+        "004": 67,
+        "005": 3,
+    }
+    assert not row("004", 447).fit_time and row("004", 447).fit_memory  # R18: an outlier
+    assert (
+        row("004", 475).fit_time and not row("004", 475).fit_memory
+    )  # R19: two memories for one run
+    assert not row("001", 27).fit_memory  # out of memory
+    assert (
+        row("004", 188).duplicate_of == row("004", 253).duplicate_of == 153
+        and row("004", 340).duplicate_of == 279
+    )
+    counted = [r for r in load() if r.fit_time]
+    assert len({r.identity() for r in counted}) == len(counted)
+
+
+@pytest.mark.parametrize(
+    ("document", "line", "facts"),
+    [
+        (
+            "000",
+            27,
+            {"gbs": 1024, "ghz": 2.2, "nodes": 512, "status": "planned", "memory_mib": None},
+        ),  # R9, R10
+        (
+            "000",
+            55,
+            {
+                "tflops": 0.44,
+                "seconds": 9.9,
+                "seq": 1024,
+                "recompute": True,
+                "software": "torch1.7",
+                "ghz": 2.0,
+            },
+        ),  # R12
+        ("001", 24, {"seconds": 537.9, "gbs": 48, "memory_mib": 29138.6, "tp": 1}),  # R3, R5
+        ("001", 37, {"seconds": 353.8192, "dp": 16, "ghz": 2.0, "hidden": 7168}),  # R1, R2, R7
+        ("001", 42, {"tp": 6, "hidden": 7176, "heads": 78, "seconds": 297.1933, "tflops": 0.58}),
+        (
+            "004",
+            60,
+            {
+                "ranks": 8,
+                "nodes": 1,
+                "layers": 8,
+                "heads": 32,
+                "seconds": 769.99,
+                "memory_mib": 67 * 1024,
+                "gbs": 2048,
+            },
+        ),
+        (
+            "004",
+            127,
+            {
+                "ranks": 320,
+                "nodes": 40,
+                "dp": 4,
+                "synchronous": True,
+                "seconds": None,
+                "tflops": 87.78,
+            },
+        ),
+        ("004", 150, {"layers": 77, "pp": 7, "formula": "parameter", "ghz": None}),  # R21
+        ("004", 330, {"dp": 1, "gbs": 512, "layers": 6}),  # R16
+        ("004", 340, {"seconds": 134.02, "tflops": 120.29, "zero": 1}),  # R17
+        ("004", 466, {"status": "oom", "seconds": None, "memory_mib": None}),
+        (
+            "005",
+            9,
+            {
+                "nodes": 4096,
+                "ranks": 4096,
+                "devices": 4096,
+                "dp": 1024,
+                "tp": 4,
+                "recompute": False,
+                "software": "torch1.10",
+            },
+        ),
+        (
+            "005",
+            12,
+            {
+                "nodes": 1,
+                "ranks": 4,
+                "devices": 1,
+                "tp": 4,
+                "seconds": 1233.7,
+                "tflops": 0.68,
+                "memory_mib": 3365.5,
+            },
+        ),  # R26
+    ],
+)
+def test_facts(document, line, facts):
+    printed_row = row(document, line)
+    assert {name: getattr(printed_row, name) for name in facts} == facts
+
+
+def test_errata_are_all_used():
+    for r in load():
+        assert (r.problem() is None) == (r.status != "impossible"), (
+            r.table.id,
+            r.line,
+            r.problem(),
+        )
+    assert "DP 64 x TP 2 x PP 1 = 128 ranks, but the row has 64" in row("000", 24).problem()
+    assert "72 is not divisible by --pipeline-model-parallel-size 48" in row("004", 483).problem()
+    used = {(e.id, e.table, e.line) for r in load() for e in r.errata}
+    with open(rows.SEEDS / "errata.csv", encoding="utf-8") as file:
+        written = {
+            (e["id"], e["table"], None if e["line"] == "*" else int(e["line"]))
+            for e in csv.DictReader(file)
+        }
+    assert used == written
+    assert {f"R{n}" for n in range(1, 22)} <= {id for id, _, _ in used}
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "expected"),
+    [
+        (
+            "a64fx_tcmalloc.csv",
+            ",1020.3,",
+            ",abc,",
+            ["line 2, column seconds: 'abc'", "expected a number above 0"],
+        ),
+        (
+            "a64fx_tcmalloc.csv",
+            ",1020.3,",
+            ",1020.3,7,",
+            ["line 2, column notes", "has 17 cells, 16 are expected"],
+        ),
+        (
+            "a64fx_tcmalloc.csv",
+            "20,002.1,ran",
+            "20,002.1,flew",
+            ["line 2, column status: 'flew'", "ran or oom"],
+        ),
+        ("a64fx_tcmalloc.csv", "20,002.1,ran", "20,002.9,ran", ["line 2, column table: '002.9'"]),
+        ("a64fx_tcmalloc.csv", "20,002.1,ran", "x,002.1,ran", ["line 2, column line: 'x'"]),
+        (
+            "a64fx_tcmalloc.csv",
+            "3769.4 MiB",
+            "3769.4 cows",
+            ["line 2, column mem: '3769.4 cows'", "MiB"],
+        ),
+        ("a64fx_tcmalloc.csv", "line,table", "row,table", ["line 1: column line is missing"]),
+        (
+            "a64fx_30b.csv",
+            ",17212.8,",
+            ",17212.9,",
+            ["errata.csv, line 17, column printed: '17212.8'", "'17212.9'"],
+        ),
+        (
+            "a100.csv",
+            "60,004.1,ran,,8,20B,,",
+            "60,004.1,ran,,8,20B,6,",
+            ["line 2, column layers: '6'", "no such column"],
+        ),
+        ("tables.csv", "Nodes|Size", "Nodes|Girth", ["tables.csv, line 2, column header"]),
+        ("tables.csv", "software freq ac size", "software colour", ["column assumed: 'colour'"]),
+        ("errata.csv", "R2,001.2,35", "Q2,001.2,35", ["line 13, column id: 'Q2'"]),
+        (
+            "a64fx_tcmalloc.csv",
+            "21,002.1,ran",
+            "20,002.1,ran",
+            ["line 3, column line: '20'", "a line of its own"],
+        ),
+        (
+            "errata.csv",
+            "35,dp,8,6",
+            "35,dp,8,six",
+            ["errata.csv, line 13, column corrected: 'six'", "a whole number above 0"],
+        ),
+        ("errata.csv", "35,dp,8,6", "35,depth,8,6", ["line 13, column column: 'depth'"]),
+    ],
+)
+def test_wrong_cells_are_refused_in_one_line(tmp_path, file, old, new, expected):
+    folder = tmp_path / "seeds"
+    shutil.copytree(rows.SEEDS, folder)
+    text = (folder / file).read_text(encoding="utf-8")
+    assert old in text
+    (folder / file).write_text(text.replace(old, new, 1), encoding="utf-8")
+    with pytest.raises(ValueError) as error:
+        rows.read(folder)
+    assert "\n" not in str(error.value)
+    assert str(folder) in str(error.value) and all(part in str(error.value) for part in expected), (
+        error.value
+    )
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match="errata.csv: cannot be read"):
+        rows.read(tmp_path)
+
+
+def test_every_row_has_a_finding_or_says_why():
+    assert [(r.table.id, r.line) for r in load() if tables.finding(r) == "unexplained"] == []
+    for r in load():
+        if tables.finding(r) == "":
+            assert r.status != "ran" or "S2" in {e.id for e in r.errata}, (r.table.id, r.line)
+    corrected = [
+        (r, e)
+        for r in load()
+        if r.seconds
+        for e in r.errata
+        if e.column == "tflops" and e.line and e.corrected
+    ]
+    assert [r.line for r, e in corrected if tables.agrees(r, float(e.printed))] == [41]
+    assert len(corrected) == 6
+
+
+@pytest.mark.parametrize(
+    ("document", "equal", "erratum"),
+    [("000", 16, 3), ("001", 3, 12), ("002", 13, 1), ("004", 97, 1)],
+)
+def test_how_many_rows_are_as_printed(document, equal, erratum):
+    counts = Counter(tables.finding(r) for r in load([document]))
+    assert (counts["equal"], counts["erratum"]) == (equal, erratum)
+
+
+@pytest.mark.parametrize(
+    ("document", "line", "tflops"),
+    [
+        ("002", 20, 1.092),
+        ("000", 39, 0.561),
+        ("004", 280, 130.34),
+        ("004", 474, 145.92),  # hardware FLOPs
+        ("004", 254, 120.05),
+        ("004", 60, 108.47),
+        ("004", 341, 113.02),  # parameter FLOPs
+        ("001", 24, 0.953),
+        ("001", 32, 1.16),
+        ("001", 38, 0.508),
+        ("001", 42, 0.576),
+        ("000", 55, 0.440),
+        ("000", 66, 0.358),
+    ],
+)
+def test_recomputed_tflops(document, line, tflops):
+    r = row(document, line)
+    assert tables.tflops(r, r.seconds) == pytest.approx(
+        tflops, abs=0.01 if r.machine == "a100" else 0.0006
+    )
+
+
+def test_the_rule_refuses_the_next_digit_and_the_wrong_formula():
+    r = row("002", 20)
+    assert tables.agrees(r, 1.09) and not tables.agrees(r, 1.08) and not tables.agrees(r, 1.10)
+    r = row("004", 280)
+    assert (
+        tables.agrees(r, 130.34) and not tables.agrees(r, 130.32) and not tables.agrees(r, 130.36)
+    )
+    for r in load(["004"]):
+        if r.seconds is not None and r.layers > 10:
+            other = {"hardware": "parameter", "parameter": "hardware"}[r.formula]
+            swapped = Row(**{**vars(r), "formula": other})
+            ratio = tables.flops(r) / tables.flops(swapped)
+            assert (
+                (1.02 if r.formula == "hardware" else 0.95)
+                < ratio
+                < (1.05 if r.formula == "hardware" else 0.98)
+            )
+            assert not tables.agrees(swapped, r.tflops)
+
+
+def petaflops_agree(r: Row) -> bool:
+    """Return whether the printed PetaFLOPs follow from the printed TFLOPs by the tables' own formula."""
+    value = float(r.cell("tflops")) * r.nodes / 1024
+    step = tables.unit(r.cell("petaflops"))
+    low, high = (0, step) if r.document == "002" else (-step / 2, step / 2)
+    return low - 1e-9 <= value - r.petaflops <= high + 1e-9
+
+
+def test_petaflops():
+    printed = [r for r in load() if r.petaflops is not None]
+    assert len(printed) == 19 + 4 + 14
+    assert [(r.table.id, r.line) for r in printed if not petaflops_agree(r)] == []
+    assert tables.petaflops(row("001", 28)) == pytest.approx(0.82 * 3.072)
+    assert tables.petaflops(row("001", 32)) is None
+    r = row("002", 22)
+    assert r.cell("petaflops") == "0.0041" and petaflops_agree(r)
+    assert not petaflops_agree(Row(**{**vars(r), "petaflops": 0.0042}))

@@ -1,0 +1,158 @@
+"""Tools that draw and measure, and mistakes in calls to tools and benchmarks: one line, no usage block, no traceback."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.__main__ import main as benchmarks
+from fugaku_megatron.cli import program
+from fugaku_megatron.host import kernels
+from fugaku_megatron.host.observed import Event, Profiler
+from tools import demo_corpus, gemm_error, plot_profile, plot_result
+
+pytestmark = pytest.mark.system
+
+PNG = b"\x89PNG"
+
+
+def call(tool, *words: object) -> int:
+    return program.start(tool.__name__.rpartition(".")[2], tool, list(map(str, words)))
+
+
+NO_FOLDER = "no is not a directory: make it, or pass another file"
+
+
+@pytest.mark.parametrize(
+    "tool, words, message",
+    [
+        (plot_result, "", "the following arguments are required: STEP_JSON, --output"),
+        (plot_result, "no.json --output a.png", "no.json"),
+        (plot_result, "text --output a.png", "text"),
+        (
+            plot_result,
+            "other.json --output a.png",
+            "is not there: pass STEP_JSON of python -m benchmarks step",
+        ),
+        (plot_result, "other.json --output no/a.png", NO_FOLDER),
+        (plot_profile, "a=no.txt --output no/a.png", NO_FOLDER),
+        (plot_profile, "table.txt --output a.png", "pass LABEL=FILE"),
+        (plot_profile, "a=/absent --output a.png", "pass a table that --profile wrote"),
+        (plot_profile, "a=text --output a.png", "no row of an operation"),
+        (plot_profile, "--quux", "the following arguments are required: LABEL=FILE, --output"),
+        (demo_corpus, "", "the following arguments are required: --output"),
+        (demo_corpus, "--output other.json", "other.json: cannot be written (File exists)"),
+        (gemm_error, "--rows 0", "pass numbers above 0"),
+        (gemm_error, "--rows 4 --depth 40 --chunks 8 0", "pass numbers above 0"),
+        (
+            gemm_error,
+            "--rows 4 --depth 40 --chunks 70000",
+            "--chunks 70000: pass numbers from 1 to 65536",
+        ),
+        (gemm_error, "--quux", "unknown flag --quux"),
+    ],
+)
+def test_mistakes_of_the_tools_are_one_line(command, tool, words, message, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.json").write_text("{}")
+    (tmp_path / "text").write_text("no")
+    done = command(words, code=2, start=lambda words: call(tool, *words))
+    done.mistake(message)
+    assert done.stdout == "" and done.stderr.startswith(tool.__name__.rpartition(".")[2] + ": ")
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    {
+        "": "the following arguments are required: family",
+        "stepp": "argument family: invalid choice: 'stepp'",
+        "step --ranks x": "argument --ranks: invalid int value: 'x'",
+        "step --quux": "unknown flag --quux",
+    }.items(),
+)
+def test_mistakes_of_the_benchmarks_are_one_line(words, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        benchmarks(words.split())
+    said = str(end.value)
+    assert said.startswith(f"python -m benchmarks: {message}") and "\n" not in said
+    assert capsys.readouterr() == ("", "")
+
+
+# gemm_error ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_errors_are_those_of_the_formats():
+    case = gemm_error.Case(name="c", left=1.0, right=0.02)
+    with kernels.target("portable"):
+        errors = gemm_error.measure(case, 24, 512, (1, 16, 256))
+        large = gemm_error.measure(gemm_error.CASES[-1], 8, 128, (16,))
+    # A rounding to p bits has a relative error below 2^-p, its root mean square is about 0.4 of that.
+    assert 0.3 * 2**-11 < errors.fp16_result < 0.6 * 2**-11
+    assert errors.bf16_operands == pytest.approx(8 * errors.fp16_operands, rel=0.2)
+    assert errors.fp32_sums < 1e-6
+    chunks = errors.chunks
+    assert errors.fp16_result < 2 * chunks[1] < 2 * chunks[16] < 2 * chunks[256] < 2 * 2**-7
+    assert errors.overflows == set() and large.overflows == {16}
+    assert gemm_error.table([large], (16,))[2].endswith("| overflow |")
+
+
+# Pictures ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_profile_is_read_back_and_drawn(tmp_path):
+    profiler = Profiler()
+    profiler.peak_gflops = 100.0
+    profiler.steps = [2.0]
+    profiler.events = [
+        Event("kernels", "linear_forward", 0.0, 1.0, 40e9),
+        Event("communication", "dp all_reduce", 1.0, 0.5),
+    ]
+    table = tmp_path / "table_rank0.txt"
+    picture = tmp_path / "step.png"
+    table.write_text("\n".join(profiler.table()) + "\n")
+    assert plot_profile.read_table(table) == {
+        "linear_forward": 1.0,
+        "dp all_reduce": 0.5,
+        "Python, autograd and the rest": 0.5,
+    }
+    assert call(plot_profile, "--output", picture, f"before={table}", f"after={table}") == 0
+    assert picture.read_bytes().startswith(PNG)
+
+
+STEP = {
+    "dtype": "fp32",
+    "micro_batch_size": 4,
+    "ratio": 2.0,
+    "recipe": "124m",
+    "cpu": "a CPU",
+    "threads": 2,
+    "ours": {"tokens_per_s": 500.0},
+    "baseline": {"tokens_per_s": 250.0, "name": "plain", "compiled": True, "preload": "tcmalloc"},
+}
+PLAN = {
+    "changes": [
+        {"name": "native kernels", "seconds": 138.0, "note": ""},
+        {"name": "ranks per CMG", "seconds": 138.0, "note": "not taken: 139 s"},
+        {"name": "overlap", "seconds": 55.0, "note": "not in the trainer yet"},
+    ]
+}
+
+
+def test_every_side_of_the_readmes_picture_has_a_bar(tmp_path):
+    assert [(name, value) for name, value, _ in plot_result.bars([STEP])] == [
+        ("FP32, micro-batch 4: this program (2.00 x)", 500.0),
+        ("PyTorch, torch.compile, tcmalloc", 250.0),
+    ]
+    shipped = {**STEP, "baseline": {**STEP["baseline"], "mkl": "shipped"}}
+    assert plot_result.bars([shipped])[1][0] == "PyTorch, torch.compile, tcmalloc, MKL as shipped"
+    expected = [("published run, printed", 252.0), ("native kernels", 138.0)]
+    assert [(name, value) for name, value, _ in plot_result.steps(PLAN, 252.0)] == expected
+    for name, content in (("step", STEP), ("plan", PLAN)):
+        (tmp_path / name).write_text(json.dumps(content))
+    picture = tmp_path / "a.png"
+    assert (
+        call(plot_result, "--output", picture, "--plan", tmp_path / "plan", tmp_path / "step") == 0
+    )
+    assert picture.stat().st_size > 5_000
