@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..text.numbers import plural
 from .manifest import (
     MANIFEST,
     iteration_name,
@@ -92,7 +93,7 @@ def main(options: argparse.Namespace) -> int:
         lines, summary = check_iteration(directory, iteration, options.threads)
         print(*lines, summary, sep="\n", flush=True)
         found += len(lines)
-    print(_problems(found) if found else "all files OK")
+    print(plural(found, "problem") if found else "all files OK")
     return 1 if found else 0
 
 
@@ -141,12 +142,8 @@ def check_iteration(directory: Path, iteration: int, threads: int) -> tuple[list
             problems += lines
             progress.add(entry["size"])
     problems += _gaps(path, files)
-    result = _problems(len(problems)) if problems else "whole"
+    result = plural(len(problems), "problem") if problems else "whole"
     return problems, f"{path}: {len(files)} files, {progress.total / GIB:.3f} GiB: {result}"
-
-
-def _problems(count: int) -> str:
-    return f"{count} problems" if count > 1 else f"{count} problem"
 
 
 def _files(path: Path, head: Manifest, problems: list[str]) -> Iterator[tuple[str, Entry]]:

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .autograd import apply_conjugates, map_rows
+from .autograd import apply_conjugates
 from .base import DONE, Comm, Handle, rank_order_sum
 
 
@@ -61,7 +61,7 @@ def copy_rows(rows: Tensor, exchange: AllToAll) -> Tensor:
     """Gather every rank's rows (n, h) -> (m, h); backward sums the copies' gradients."""
     if exchange.comm.size == 1:
         return rows
-    return map_rows(rows, exchange.send_copies, exchange.sum_copies)
+    return apply_conjugates(exchange.send_copies, exchange.sum_copies, rows)
 
 
 def sum_copied_rows(rows: Tensor, exchange: AllToAll, needs_values: bool = True) -> Tensor:
@@ -69,7 +69,7 @@ def sum_copied_rows(rows: Tensor, exchange: AllToAll, needs_values: bool = True)
     if exchange.comm.size == 1:
         return rows
     forward = exchange.sum_copies if needs_values else exchange.unread_sum
-    return map_rows(rows, forward, exchange.send_copies)
+    return apply_conjugates(forward, exchange.send_copies, rows)
 
 
 class GroupedAllToAll:
@@ -101,34 +101,28 @@ class GroupedAllToAll:
         self._returned: list[Tensor] = []  # rows (n, ...) of all groups
 
     def dispatch(self, *rows: Tensor) -> Tensor:
-        token: Tensor = apply_conjugates(
-            self._start_dispatch, lambda _: self._wait_combine(), *rows
-        )
-        return token
+        return apply_conjugates(self._start_dispatch, lambda _: self._wait_combine(), *rows)
 
     def dispatched(self, i: int, token: Tensor) -> tuple[Tensor, ...]:
         """Wait for group i; return its rows (m, ...), a tensor for each sent."""
-        rows: tuple[Tensor, ...] = apply_conjugates(
+        return apply_conjugates(
             lambda _: self._wait_dispatch(i), partial(self._start_combine, i), token
         )
-        return rows
 
     def combine(self, i: int, rows: Tensor, needs_values: bool = True) -> Tensor:
         """Start to send group i's rows (m, ...) back; return a token for `combined`."""
-        token: Tensor = apply_conjugates(
+        return apply_conjugates(
             partial(self._start_combine, i, needs_values=needs_values),
             lambda _: self._wait_dispatch(i),
             rows,
         )
-        return token
 
     def combined(self, tokens: Sequence[Tensor]) -> Tensor:
         def backward(gradient: Tensor) -> list[Tensor]:
             self._start_dispatch(gradient, last_first=True)
             return [torch.empty(0) for _ in tokens]
 
-        rows: Tensor = apply_conjugates(lambda *_: self._wait_combine()[0], backward, *tokens)
-        return rows
+        return apply_conjugates(lambda *_: self._wait_combine()[0], backward, *tokens)
 
     # Steps of forward and backward; a start returns a token ------------------------------------------------------------------------
 

@@ -88,16 +88,10 @@ class _Conjugates(Function[Any]):
 
 
 def apply_conjugates(
-    forward: Callable[..., Any], backward: Callable[..., Any], *tensors: Tensor
-) -> Any:
+    forward: Callable[..., Result], backward: Callable[..., Any], *tensors: Tensor
+) -> Result:
     """Return forward(*tensors), a tensor or a tuple; its backward is backward(*gradients)."""
-    return _Conjugates.apply(forward, backward, *tensors)
-
-
-def map_rows(
-    rows: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
-) -> Tensor:
-    result: Tensor = apply_conjugates(forward, backward, rows)
+    result: Result = _Conjugates.apply(forward, backward, *tensors)
     return result
 
 
@@ -114,7 +108,7 @@ def _mapped(
 ) -> Tensor:
     if comm.size == 1:
         return tensor
-    return map_rows(tensor, partial(forward, comm=comm), partial(backward, comm=comm))
+    return apply_conjugates(partial(forward, comm=comm), partial(backward, comm=comm), tensor)
 
 
 def copy_to_tensor_parallel(tensor: Tensor, comm: Comm) -> Tensor:

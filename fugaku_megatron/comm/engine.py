@@ -163,11 +163,12 @@ class Engine:
     def _advance(self, operation: Operation) -> None:
         try:
             operation.requests = next(operation.steps)
-            return
         except StopIteration:
-            error = None
+            self._end(operation, None)
         except BaseException as failure:  # `wait` raises it
-            error = failure
+            self._end(operation, failure)
+
+    def _end(self, operation: Operation, error: BaseException | None) -> None:
         self._active.remove(operation)
         operation.end(error)
         queue = self._channels[operation.channel]
@@ -184,14 +185,10 @@ class Engine:
                 requests = operation.requests
                 complete = requests() if callable(requests) else self.test(requests)
             except BaseException as failure:
-                operation.steps = _failing(failure)
-                complete = True
+                moved = True
+                self._end(operation, failure)
+                continue
             if complete:
                 moved = True
                 self._advance(operation)
         return moved
-
-
-def _failing(error: BaseException) -> Steps:
-    raise error
-    yield

@@ -69,17 +69,15 @@ def _initialise(engine: Engine, level: str) -> MPIComm:
     from mpi4py import MPI
 
     if not MPI.Is_initialized():
-        _initialise_thread(MPI, getattr(MPI, f"THREAD_{level.upper()}"))
-        atexit.register(engine.call, ctypes.CDLL(MPI.__file__).MPI_Finalize)
+        # mpi4py's own call would hold Python's lock until all ranks have started.
+        library = ctypes.CDLL(MPI.__file__)
+        asked = getattr(MPI, f"THREAD_{level.upper()}")
+        library.MPI_Init_thread(None, None, asked, ctypes.byref(ctypes.c_int()))
+        for comm in (MPI.COMM_SELF, MPI.COMM_WORLD):
+            comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py raises them
+        atexit.register(engine.call, library.MPI_Finalize)
     engine.test = MPI.Request.Testall
     return MPIComm(MPI, MPI.COMM_WORLD, engine)
-
-
-def _initialise_thread(mpi: Any, level: int) -> None:
-    """Call MPI_Init_thread directly: mpi4py would hold Python's lock until all ranks have started."""
-    ctypes.CDLL(mpi.__file__).MPI_Init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
-    for comm in (mpi.COMM_SELF, mpi.COMM_WORLD):
-        comm.Set_errhandler(mpi.ERRORS_RETURN)  # mpi4py raises them
 
 
 def _buffer(tensor: Tensor) -> np.ndarray:

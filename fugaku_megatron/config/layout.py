@@ -151,8 +151,9 @@ class Layout:
             )
         return [(end - samples, samples // size) for end, samples in zip(accumulate(sizes), sizes)]
 
-    def microbatches(self, run: RunConfig, global_batch_size: int) -> int:
-        """Return the micro-batches per rank. Raises ValueError unless divisible."""
+    def microbatches(self, run: RunConfig, global_batch_size: int | None = None) -> int:
+        """Return the micro-batches per rank, by default of the full batch. Raises ValueError unless divisible."""
+        global_batch_size = global_batch_size or self.global_batch_size(run)
         each = run.batch.micro_batch_size * self.dp
         below = max(1, global_batch_size // each) * each
         name = f"--global-batch-size {global_batch_size}"

@@ -277,7 +277,7 @@ def reused_bytes(run: RunConfig, layout: Layout, stage: int, live: int) -> int:
 
     A bucket is allocated when backward reaches its first unit, the tied embedding's with the logits.
     """
-    if layout.microbatches(run, layout.global_batch_size(run)) > 1:
+    if layout.microbatches(run) > 1:
         return 0
     sizes = bucket_elements(run, layout, stage)
     layers = sum(map(len, stage_layers(run, stage)))

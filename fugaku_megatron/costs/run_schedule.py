@@ -72,7 +72,7 @@ def build_schedule(run: RunConfig, microbatches: int) -> Schedule:
 
 
 def full_batch_schedule(run: RunConfig, layout: Layout) -> Schedule:
-    return build_schedule(run, layout.microbatches(run, layout.global_batch_size(run)))
+    return build_schedule(run, layout.microbatches(run))
 
 
 def recompute_name(run: RunConfig) -> str:

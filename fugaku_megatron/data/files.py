@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
 import time
 import weakref
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from ..text.named_files import StrPath
+from ..text.numbers import say as say
 
 
 class MappedFile:
@@ -123,8 +123,3 @@ class ReadFile:
         """
         if change := self.status.change(self._now()):
             raise changed(self.path, change)
-
-
-def say(line: str) -> None:
-    """Print a line on stderr, next to a command's results on stdout."""
-    print(line, file=sys.stderr, flush=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ..text.numbers import plural
 from .cpu_binding import Environment, Rank, proposed_ranks, used
-from .topology import Node, format_list, plural
+from .topology import Node, format_list
 
 SMALL_MEMORY = 0.5  # of the largest domain's memory
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from .topology import Node, format_list, plural
+from ..text.numbers import plural
+from .topology import Node, format_list
 
 T = TypeVar("T")
 Environment = Mapping[str, str]

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ..text.named_files import StrPath
+from ..text.numbers import plural
 from . import cgroup
 from .cgroup import read_text
 
@@ -127,10 +128,6 @@ class Node:
         if self.smt > 1:
             text += f", {self.smt} hardware threads a core"
         return text
-
-
-def plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _span(numbers: set[int]) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,13 +27,16 @@ from ..comm.base import Comm
 from ..comm.job import run_or_abort
 from ..config.fields import check, check_fields, option, optional
 from ..config.model import ModelConfig
+from ..data.chat.chat_files import unsigned
 from ..data.chat.chat_template import ChatTemplate, read_template
+from ..data.chat.chats import read_chat
 from ..data.indexed import IndexedDataset, StoredTokens
+from ..data.input.documents import read_documents
+from ..data.input.input_files import input_files
+from ..data.input.tables import CHAT
 from ..text.named_files import JsonObject, read_text
 from ..text.written_files import named_file
-from ..tokenizers.tokenizer import Tokenizer
 from . import scoring
-from .chat_file import ChatFile, read_chat_file
 from .loading import LoadedModel, Source, add_source_flags, load_model
 from .scoring import score, windows
 from .tokenizer_choice import tokenizer_note
@@ -124,6 +128,39 @@ class Request:
 
 
 @dataclass(frozen=True)
+class ChatFile:
+    """Chats in one file.
+
+    cut: chats truncated to a window
+    left_out: chats without trained tokens in it
+    """
+
+    path: str
+    requests: list[scoring.Request]
+    cut: int
+    left_out: int
+
+
+def read_chat_file(path: str, template: ChatTemplate, window: int) -> ChatFile:
+    """Encode chats as requests of at most `window` + 1 tokens that score the assistant's tokens."""
+    requests = []
+    cut = 0
+    left_out = 0
+    for document in read_documents(input_files([path], ["text"], CHAT), CHAT):
+        ids, trained = unsigned(template.encode(read_chat(document)))
+        cut += len(ids) > window + 1
+        places = 1 + np.flatnonzero(trained[1 : window + 1])
+        left_out += not len(places)
+        if len(places):
+            requests.append(scoring.Request(ids[: window + 1], len(places), places))
+    check(
+        len(requests) > 0,
+        f"--chats {path}: it has no chats, or none with an answer within the {window} tokens of a window",
+    )
+    return ChatFile(path, requests, cut, left_out)
+
+
+@dataclass(frozen=True)
 class Inputs:
     """Inputs on every rank.
 
@@ -137,7 +174,7 @@ class Inputs:
     predicted: int
     bytes: int
     note: str
-    chats: tuple[ChatFile, ...] = ()
+    chats: Sequence[ChatFile] = ()
 
 
 @dataclass(frozen=True)
@@ -183,15 +220,6 @@ def sizes_of(source: Source, world: Comm, saved: JsonObject) -> tuple[int, int]:
     return tp, pp
 
 
-def read_tokens(request: Request, tokenizer: Tokenizer) -> tuple[np.ndarray | StoredTokens, str]:
-    if request.data_path:
-        return IndexedDataset(request.data_path).tokens, f"--data-path {request.data_path}"
-    assert request.input is not None, "a request names a text or a data set"
-    return np.array(
-        tokenizer.encode(read_text(request.input, "--input")), np.int32
-    ), f"--input {request.input}"
-
-
 def read_all(request: Request, manifest: JsonObject, cut: Windows) -> Inputs:
     """Encode text and chats, and count the bytes of the scored tokens."""
     tokenizer = request.model.source.open_tokenizer(manifest)
@@ -199,8 +227,14 @@ def read_all(request: Request, manifest: JsonObject, cut: Windows) -> Inputs:
     tokens = 0
     predicted = 0
     size = 0
-    if request.input or request.data_path:
-        ids, source = read_tokens(request, tokenizer)
+    ids: np.ndarray | StoredTokens | None = None
+    if request.data_path:
+        ids = IndexedDataset(request.data_path).tokens
+        source = f"--data-path {request.data_path}"
+    elif request.input:
+        ids = np.array(tokenizer.encode(read_text(request.input, "--input")), np.int32)
+        source = f"--input {request.input}"
+    if ids is not None:
         requests = cut.cut(ids, source)
         tokens = len(ids)
         predicted = sum(part.scored for part in requests)
@@ -210,21 +244,12 @@ def read_all(request: Request, manifest: JsonObject, cut: Windows) -> Inputs:
             tokenizer.count_bytes(np.asarray(ids[start : min(start + DECODED, end)]))
             for start in range(1, end, DECODED)
         )
-    return Inputs(
-        requests,
-        tokens,
-        predicted,
-        size,
-        tokenizer_note(tokenizer, manifest),
-        read_chats(request, tokenizer, cut.length),
-    )
-
-
-def read_chats(request: Request, tokenizer: Tokenizer, window: int) -> tuple[ChatFile, ...]:
-    if not request.chats:
-        return ()
-    template = ChatTemplate(tokenizer, read_template(request.chat_template))
-    return tuple(read_chat_file(path, template, window) for path in request.chats)
+    chats = []
+    if request.chats:
+        template = ChatTemplate(tokenizer, read_template(request.chat_template))
+        chats = [read_chat_file(path, template, cut.length) for path in request.chats]
+    note = tokenizer_note(tokenizer, manifest)
+    return Inputs(requests, tokens, predicted, size, note, chats)
 
 
 def perplexity(total: float, texts: Inputs) -> JsonObject:

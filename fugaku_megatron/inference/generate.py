@@ -45,7 +45,6 @@ from ..tokenizers.tokenizer import Tokenizer
 from .generation import (
     Conversation,
     Finished,
-    Prompt,
     PromptEncoder,
     Sampling,
     StopCondition,
@@ -155,10 +154,6 @@ class Request:
             sampling=from_options(Sampling, options),
         )
 
-    def all_prompts(self) -> list[Prompt]:
-        listed = [] if self.prompts is None else prompts_of(self.prompts, self.chat)
-        return [*self.prompt, *listed]
-
     def encoder(self, tokenizer: Tokenizer, model: ModelConfig) -> PromptEncoder:
         template = ChatTemplate(tokenizer, read_template(self.chat_template)) if self.chat else None
         return PromptEncoder(
@@ -210,7 +205,8 @@ def continue_prompts(request: Request, world: Comm) -> None:
     def encode_prompts() -> list[list[int]]:
         if encoder is None or request.interactive:
             return []
-        return encoder.encode(*request.all_prompts())
+        listed = [] if request.prompts is None else prompts_of(request.prompts, request.chat)
+        return encoder.encode(*request.prompt, *listed)
 
     encoder = agree(world, open_encoder, name_rank=False)
     prompts = on_root(world, encode_prompts)
@@ -220,8 +216,7 @@ def continue_prompts(request: Request, world: Comm) -> None:
         return
     loaded = load_model(run, world, source.load, iteration, manifest, source.q8)
     if encoder:
-        note = tokenizer_note(encoder.tokenizer, manifest)
-        if note:
+        if note := tokenizer_note(encoder.tokenizer, manifest):
             print(note)
         brackets = "" if request.interactive else ", prompt in brackets"
         print(f"--- iteration {iteration}{brackets} ---", flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from ..comm.autograd import gather_from_tensor_parallel
 from ..config.fields import check
 from ..data.indexed import StoredTokens
 from ..nn.forward_context import PackedDocuments, Pass
+from ..text.numbers import say
 from ..tokenizers.tokenizer import Tokenizer
 from .loading import LoadedModel, through_stages
 
@@ -48,8 +48,7 @@ class ScoringProgress:
         if self._noun and now - self._last >= PROGRESS_SECONDS:
             self._last = now
             left = (now - self._began) / done * (self._total - done)
-            text = f"{done} of {self._total} {self._noun}, {left:.0f} s left"
-            print(text, file=sys.stderr, flush=True)
+            say(f"{done} of {self._total} {self._noun}, {left:.0f} s left")
 
 
 def score(

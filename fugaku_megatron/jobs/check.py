@@ -216,7 +216,7 @@ def _run(request: Request) -> Problems:
     try:
         run = interpret(script.flags)
         layout = Layout.from_run(run, request.processes)
-        layout.microbatches(run, layout.global_batch_size(run))
+        layout.microbatches(run)
     except ValueError as error:
         text = str(error)
         named = [flag for flag in script.flag_lines if flag in text]
@@ -276,7 +276,7 @@ def _cost(request: Request, run: RunConfig, layout: Layout, line: int) -> Proble
             f"(model) of {limit:.0f}: lower --micro-batch-size, raise --tensor- or --pipeline-model-parallel-size"
             ", or add --checkpoint-activations or --zero-stage 1",
         )
-    needed = limits.start_up(request.nodes) + step(run, layout, system, system.parameters).seconds
+    needed = limits.start_up(request.nodes) + step(run, layout, system).seconds
     seconds = script.value("ELAPSE", {})
     margin = script.value("MARGIN", {})
     if seconds and seconds.text != str(request.elapse):

@@ -53,12 +53,11 @@ def why_this(plans: Sequence[LayoutCandidate]) -> Iterator[str]:
 
 
 def _parts(plan: LayoutCandidate) -> dict[str, float]:
-    found = step(plan.run, plan.layout, plan.system, plan.system.parameters).breakdown()
-    return {name: sum(found[field] for field in fields) for name, fields in PARTS.items()}
+    return {name: sum(plan.breakdown[field] for field in fields) for name, fields in PARTS.items()}
 
 
 def microbatches(plan: LayoutCandidate) -> int:
-    return plan.layout.microbatches(plan.run, plan.layout.global_batch_size(plan.run))
+    return plan.layout.microbatches(plan.run)
 
 
 def larger_batch(plan: LayoutCandidate) -> str:
@@ -68,7 +67,7 @@ def larger_batch(plan: LayoutCandidate) -> str:
         micro_batch_size=plan.run.batch.micro_batch_size, global_batch_size=twice
     )
     run = replace(plan.run, batch=constant)
-    larger = step(run, plan.layout, plan.system, plan.system.parameters)
+    larger = step(run, plan.layout, plan.system)
     return (
         f"the global batch is too small for {plan.layout.pp} stages: with {microbatches(plan)} micro-batches they wait "
         f"{plan.bubble_fraction:.0%} of the time; --global-batch-size {twice} leaves {larger.bubble_fraction:.0%}, and a "

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import shlex
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..host.cgroup import oom_kills
 from ..start.exit_codes import ExitCode
+from ..text import numbers
 from ..text.named_files import read_text
 from .child import Ending, Launcher, Stop, ending
 
@@ -307,7 +307,7 @@ def filled(word: str, values: dict[str, str]) -> str:
 
 
 def say(text: str) -> None:
-    print(f"supervise: {text}", file=sys.stderr, flush=True)
+    numbers.say(f"supervise: {text}")
 
 
 def read_hosts(text: str) -> list[str]:

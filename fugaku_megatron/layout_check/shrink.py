@@ -73,7 +73,7 @@ def shrink(run: RunConfig, layout: Layout) -> Small:
 def small_runs(run: RunConfig, layout: Layout) -> Iterator[Small]:
     """Yield small runs of equally many ranks, from narrow to wide ones. Errors: as of `shrink`"""
     dp = _data_parallel_size(layout)
-    microbatches = layout.microbatches(run, layout.global_batch_size(run))
+    microbatches = layout.microbatches(run)
     batch = BatchConfig(
         micro_batch_size=min(run.batch.micro_batch_size, SAMPLES),
         global_batch_size=min(run.batch.micro_batch_size, SAMPLES)

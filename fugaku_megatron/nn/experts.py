@@ -20,8 +20,8 @@ from ..comm.all_to_all import AllToAll, GroupedAllToAll, copy_rows, sum_copied_r
 from ..comm.autograd import (
     Function,
     Gradients,
+    apply_conjugates,
     gather_sequence,
-    map_rows,
 )
 from ..comm.base import Comm
 from ..config.model import ModelConfig
@@ -448,7 +448,7 @@ class Experts(nn.Module):
             for overlaps in (far or self.shared_experts is not None, far)
         )
         leaving = there.dispatch(
-            map_rows(as_rows(x), order.dispatch, order.combine),
+            apply_conjugates(order.dispatch, order.combine, as_rows(x)),
             scores.flatten()[order.pairs].unsqueeze(1),
         )
         # One segment is computed during dispatch, the other during combine.
@@ -462,12 +462,12 @@ class Experts(nn.Module):
             total = sum_copied_rows(computed, copies, needs_values)
             returning.append(back.combine(i, total, needs_values))
         shared += self._shared(segments[1:], forward_pass)
-        out = map_rows(
-            back.combined(returning),
+        out: Tensor = apply_conjugates(
             order.combine
             if needs_values
             else lambda rows: rows.new_empty(1).expand(len(scores), rows.shape[1]),
             order.dispatch,
+            back.combined(returning),
         ).view_as(x)
         return out + torch.cat(shared) if shared else out
 

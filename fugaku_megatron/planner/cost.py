@@ -408,12 +408,14 @@ class Rank:
         if p.attention and self.parameters.attention_forward:
             return self._attention(p, flops)
         if p.quantized:
-            return flops / (self._int8_peak * self._cpu(p, self._int8_curve)) + self._quantizing(p)
+            return flops / (self._int8_peak * self._cpu(p, self._curves[True])) + self._quantizing(
+                p
+            )
         share = 1.0 if p.attention else self._matmul_share
         return flops / (
             self._peak
             * share
-            * (self._gpu(p) if self.machine.kind == "gpu" else self._cpu(p, self._curve))
+            * (self._gpu(p) if self.machine.kind == "gpu" else self._cpu(p, self._curves[False]))
         )
 
     def _quantizing(self, p: Matmul) -> float:
@@ -443,19 +445,13 @@ class Rank:
         return flops / self._peak * (1 / share + dropped)
 
     @cached_property
-    def _curve(self) -> GemmCurve:
-        return self.machine.gemm_curve(self.machine.threads // self.ranks_per_node)
-
-    @cached_property
-    def _int8_curve(self) -> GemmCurve:
-        return self.machine.gemm_curve(self.machine.threads // self.ranks_per_node, int8=True)
-
-    @cached_property
-    def _is_measured(self) -> bool:
-        return self.software.measured_on(self.machine)
+    def _curves(self) -> dict[bool, GemmCurve]:
+        """Curves of matmuls in the run's precision and, for True, in INT8."""
+        threads = self.machine.threads // self.ranks_per_node
+        return {int8: self.machine.gemm_curve(threads, int8) for int8 in (False, True)}
 
     def _cpu(self, p: Matmul, curve: GemmCurve) -> float:
-        if self._is_measured:  # by elements moved per multiplication
+        if self.software.measured_on(self.machine):  # by elements moved per multiplication
             n = 3 / (1 / p.m + 1 / p.n + 1 / p.k)
         else:
             n = (p.m * p.n * p.k) ** (1 / 3)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -158,14 +158,16 @@ def step(
     run: RunConfig,
     layout: Layout,
     system: System,
-    parameters: Parameters,
+    parameters: Parameters | None = None,
     without: str = "",
     slow: bool = False,
 ) -> Step:
     """Model one iteration at the full global batch size.
 
+    parameters: None: the system's
     without: Seconds field to set to zero
     """
+    parameters = parameters or system.parameters
     active = system.software.active(run)
     network = Network(
         machine=system.machine,
@@ -385,7 +387,7 @@ def predict(run: RunConfig, system: System, with_band: bool = True) -> Predictio
     layout = Layout.from_run(run, system.world_size)
     fitted = system.software.fitted
     run = peak_memory.with_recompute(run, layout, system)
-    modelled = step(run, layout, system, system.parameters)
+    modelled = step(run, layout, system)
     width = 1.0
     if with_band:
         noise = max(fitted.noise, NOISE_FLOOR)
@@ -408,7 +410,7 @@ def predict(run: RunConfig, system: System, with_band: bool = True) -> Predictio
         seconds=modelled.seconds,
         lower=modelled.seconds / width,
         upper=modelled.seconds * width,
-        slow_network=step(run, layout, system, system.parameters, slow=True).seconds,
+        slow_network=step(run, layout, system, slow=True).seconds,
         tflops_per_node=tflops,
         memory_mib_max=used,
         oom=used > system.limit_mib,
@@ -423,120 +425,99 @@ def predict(run: RunConfig, system: System, with_band: bool = True) -> Predictio
     )
 
 
-def warnings(run: RunConfig, layout: Layout, system: System, tflops: float) -> tuple[str, ...]:
-    """Return the limits of a prediction: unmeasured, unmodelled, or outside the fitted rows."""
+def warnings(run: RunConfig, layout: Layout, system: System, tflops: float) -> Iterator[str]:
+    """Yield the limits of a prediction: unmeasured, unmodelled, or outside the fitted rows."""
     code = system.software
-    lines = []
     if code.name == software.THIS_PROJECT and system.machine.name == "a64fx":
-        lines.append(
-            f"nobody has run {code.name} on an A64FX: its figures come from this model and from emulation"
-        )
+        yield f"nobody has run {code.name} on an A64FX: its figures come from this model and from emulation"
     elif not code.measured:
-        lines.append(
-            f"software {code.name} is a model of efficiencies, not fitted to measured runs"
-        )
-    lines += unmeasured(run, system)
-    lines += [
-        f"the time is that of a run without {name}, which is not modelled"
-        for name in unmodelled(run)
-    ]
-    lacking = code.lacking(run)
-    if code.style != "native":
-        given = {"fp32_matmul": run.system.splits_fp32, "int8": run.system.int8}
-        lacking += [name for name, is_given in given.items() if is_given]
-    lines += [
-        f"software {code.name} has no {flag(name)}: the time is that of a run without it"
-        for name in lacking
-    ]
-    lines += [
-        f"software {code.name} has no {name}: the time is that of one that has it"
-        for name in lacking_choices(run, code)
-    ]
+        yield f"software {code.name} is a model of efficiencies, not fitted to measured runs"
+    yield from unmeasured(run, system)
+    yield from ignored_settings(run, code)
     if run.system.cpu_frequency not in (None, system.machine.ghz):
-        lines.append(
-            f"--cpu-frequency {run.system.cpu_frequency} is not the clock of this time, {system.machine.ghz}: pass --ghz"
-        )
+        yield f"--cpu-frequency {run.system.cpu_frequency} is not the clock of this time, {system.machine.ghz}: pass --ghz"
     peak = (
         system.machine.peak_tflops[code.counts["computes_in"][run.precision.name]]
         * system.machine.clock
     )
     if tflops > peak and not run.system.splits_fp32 and not run.system.int8:
-        lines.append(
+        yield (
             f"{tflops:.4g} TFLOPs are above the {peak:.4g} of the machine: the tables' formula counts attention's full "
             f"square and all of a recompute, software {code.name} computes less"
         )
-    return tuple(lines + outside(code.fitted.ranges, facts(run, layout, system)))
+    yield from outside(code.fitted.ranges, facts(run, layout, system))
 
 
-def unmeasured(run: RunConfig, system: System) -> list[str]:
-    """Return a warning for each rate that is assumed because the machine lacks a measurement."""
+def ignored_settings(run: RunConfig, code: Software) -> Iterator[str]:
+    """Yield a warning for each setting of the run that the model or the software does not have."""
+    unmodelled = {
+        "--kernels torch": run.system.kernels == "torch",
+        "--allocator stock": run.system.allocator == "stock",
+        "--fp16-accumulation-chunk": run.system.fp16_accumulation_chunk is not None,
+        "--cache-packed-weights": run.system.cache_packed_weights,
+    }
+    for name, is_given in unmodelled.items():
+        if is_given:
+            yield f"the time is that of a run without {name}, which is not modelled"
+    lacking = code.lacking(run)
+    if code.style != "native":
+        given = {"fp32_matmul": run.system.splits_fp32, "int8": run.system.int8}
+        lacking += [name for name, is_given in given.items() if is_given]
+    for name in lacking:
+        yield f"software {code.name} has no {flag(name)}: the time is that of a run without it"
+    for name in lacking_choices(run, code):
+        yield f"software {code.name} has no {name}: the time is that of one that has it"
+
+
+def unmeasured(run: RunConfig, system: System) -> Iterator[str]:
+    """Yield a warning for each rate that is assumed because the machine lacks a measurement."""
     code = system.software
-    lines = []
     if not code.known_on(system.machine):
-        lines.append(
-            f"software {code.name} was never measured on {system.machine.name}: its shares of peak are carried over"
-        )
+        yield f"software {code.name} was never measured on {system.machine.name}: its shares of peak are carried over"
     if system.nodes > 1 and system.machine.sources["link_gbs"].startswith("not measured"):
-        lines.append(
-            f"the network of {system.machine.name} was not measured: calibrate on two nodes"
-        )
+        yield f"the network of {system.machine.name} was not measured: calibrate on two nodes"
     if system.machine.kind == "cpu":
         note = system.machine.curve_note(system.machine.threads // system.ranks_per_node)
         if note:
-            lines.append(note)
+            yield note
     if run.system.int8 and code.style == "native" and not system.machine.int8_curves:
-        lines.append(
+        yield (
             f"no rate of INT8 matmuls was measured on {system.machine.name}: they are assumed to reach FP32's share of "
             "their peak, and to quantize operands at the memory's rate"
         )
-    return lines
 
 
-def far_tensor_parallel(layout: Layout, system: System, share: float) -> tuple[str, ...]:
-    """Return a warning if tensor parallelism crosses nodes and takes a large `share` of the time."""
+def far_tensor_parallel(layout: Layout, system: System, share: float) -> Iterator[str]:
+    """Yield a warning if tensor parallelism crosses nodes and takes a large `share` of the time."""
     inside = system.nodes == 1 or system.ranks_per_node % layout.tp == 0
     if inside or share < LARGE_SHARE:
-        return ()
+        return
     ranks = system.ranks_per_node
     remedy = (
         f"with --tensor-model-parallel-size {ranks} or a divisor of it"
         if ranks > 1
         else "with more ranks on a node (--ranks-per-node)"
     )
-    return (
+    yield (
         f"tensor parallelism over {layout.tp} ranks leaves the nodes, which have {ranks}, and "
         f"takes {share:.0%} of the time: keep "
-        f"it inside a node, {remedy}, and use pipeline stages between nodes",
+        f"it inside a node, {remedy}, and use pipeline stages between nodes"
     )
 
 
-def unmodelled(run: RunConfig) -> list[str]:
-    flags = {
-        "--kernels torch": run.system.kernels == "torch",
-        "--allocator stock": run.system.allocator == "stock",
-        "--fp16-accumulation-chunk": run.system.fp16_accumulation_chunk is not None,
-        "--cache-packed-weights": run.system.cache_packed_weights,
-    }
-    return [name for name, active in flags.items() if active]
-
-
-def lacking_choices(run: RunConfig, code: Software) -> list[str]:
-    """Return settings of the run that the software does not have, in words."""
+def lacking_choices(run: RunConfig, code: Software) -> Iterator[str]:
+    """Yield settings of the run that the software does not have, in words."""
     training = run.training
     zero = run.parallel.zero_stage
     kind = training.recompute_granularity or "none"
     kind = "block" if kind == "full" and training.recompute_method == "block" else kind
     shared = run.parallel.context_parallel_size
-    native = code.style == "native"
-    return [
-        name
-        for name, there in (
-            (f"{kind} recompute", kind in code.choices.recompute),
-            (f"--context-parallel-size {shared}", shared == 1 or native),
-            (f"--zero-stage {zero}", zero in code.choices.zero_stages),
-        )
-        if not there
-    ]
+    if kind not in code.choices.recompute:
+        yield f"{kind} recompute"
+    if shared > 1 and code.style != "native":
+        yield f"--context-parallel-size {shared}"
+    if zero not in code.choices.zero_stages:
+        yield f"--zero-stage {zero}"
 
 
 def facts(run: RunConfig, layout: Layout, system: System) -> dict[str, float]:
@@ -551,9 +532,7 @@ def facts(run: RunConfig, layout: Layout, system: System) -> dict[str, float]:
     }
 
 
-def outside(ranges: dict[str, tuple[float, float]], values: dict[str, float]) -> list[str]:
-    return [
-        f"{name} {values[name]:.5g} is outside the fitted {low:.5g} to {high:.5g}"
-        for name, (low, high) in ranges.items()
-        if not low <= values[name] <= high
-    ]
+def outside(ranges: dict[str, tuple[float, float]], values: dict[str, float]) -> Iterator[str]:
+    for name, (low, high) in ranges.items():
+        if not low <= values[name] <= high:
+            yield f"{name} {values[name]:.5g} is outside the fitted {low:.5g} to {high:.5g}"

@@ -195,8 +195,7 @@ def _feature_cells(
 ) -> tuple[str, ...]:
     if plan is None:
         return name, "-", "-", "-", "no layout runs"
-    parameters = plan.system.parameters
-    slow = step(plan.run, plan.layout, plan.system, parameters, slow=True).seconds
+    slow = step(plan.run, plan.layout, plan.system, slow=True).seconds
     change = "" if whole is None or plan is whole else f"{plan.seconds / whole.seconds - 1:+.1%}"
     layout = plan.layout
     return (
@@ -242,19 +241,12 @@ class Change:
 
 def gains(plan: LayoutCandidate) -> dict[str, float]:
     """Return cause -> seconds per iteration saved by removing this cause alone."""
-    run = plan.run
-    layout = plan.layout
-    system = plan.system
-    parameters = plan.system.parameters
-    whole = step(run, layout, system, parameters)
-    savings = {
-        f.name: whole.seconds - step(run, layout, system, parameters, without=f.name).seconds
-        for f in fields(Seconds)
-    }
-    savings["slowest_stage_waits"] = whole.breakdown()["slowest_stage_waits"]
-    return savings | {
-        name: getattr(whole, name)
-        for name in ("pipeline_warmup", "data_parallel", "optimizer", "other")
+    inside = {f.name for f in fields(Seconds)}
+    return {
+        name: plan.seconds - step(plan.run, plan.layout, plan.system, without=name).seconds
+        if name in inside
+        else seconds
+        for name, seconds in plan.breakdown.items()
     }
 
 
@@ -352,7 +344,7 @@ def _layout(plan: LayoutCandidate) -> str:
     return (
         f"{plan.system.ranks_per_node} ranks per node, {layout}, "
         f"MBS {plan.run.batch.micro_batch_size}, {schedule_name(plan.run)}, "
-        f"{plan.layout.microbatches(plan.run, plan.layout.global_batch_size(plan.run))} micro-batches, "
+        f"{plan.layout.microbatches(plan.run)} micro-batches, "
         f"recompute {recompute_name(plan.run)}, bubble {plan.bubble_fraction:.0%}"
     )
 

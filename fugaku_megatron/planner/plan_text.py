@@ -241,7 +241,7 @@ PICTURED = 4  # a picture shows at most this many times the number of stages in 
 def modelled(
     run: RunConfig, layout: Layout, system: System
 ) -> tuple[list[Span], Schedule, int, float]:
-    whole = step(run, layout, system, system.parameters)
+    whole = step(run, layout, system)
     shown = replace(
         whole.schedule, microbatches=min(whole.schedule.microbatches, PICTURED * layout.pp)
     )

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import itertools
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,9 +25,9 @@ from ..costs import run_schedule
 from ..costs.memory import stage_memory
 from ..pipeline.schedule_names import AUTO, ONE_F_ONE_B, row
 from ..pipeline.zero_bubble import NoList
+from ..text.numbers import say
 from . import peak_memory
 from .model import Prediction, predict, step
-from .progress import SearchProgress
 from .software import Choices, with_schedule
 from .system import System
 
@@ -94,7 +95,7 @@ def pendings(name: str, stages: int, microbatches: int) -> tuple[int | None, ...
 def scheduled(run: RunConfig, layout: Layout, system: System, space: float) -> list[Candidate]:
     """Return the run in every possible schedule, best first. space: bytes for a rank's tensors."""
     found = []
-    microbatches = layout.microbatches(run, layout.global_batch_size(run))
+    microbatches = layout.microbatches(run)
     for order in schedules(system.software.choices, layout.pp, microbatches):
         asked = with_schedule(run, *order)
         try:
@@ -112,9 +113,7 @@ def _candidate(asked: RunConfig, layout: Layout, system: System, space: float) -
     most = max(
         stage_memory(run, layout, stage, lists.in_flight(stage)).total for stage in range(layout.pp)
     )
-    return Candidate(
-        run=run, seconds=step(run, layout, system, system.parameters).seconds, fits=most <= space
-    )
+    return Candidate(run=run, seconds=step(run, layout, system).seconds, fits=most <= space)
 
 
 def resolve(
@@ -164,6 +163,7 @@ RAMP_BATCH = 32
 class LayoutCandidate:
     """seconds: per iteration; least_seconds: without a bubble
     memory_mib: on the fullest rank
+    breakdown: seconds by cause (`Step.breakdown`)
     """
 
     asked: RunConfig
@@ -174,9 +174,32 @@ class LayoutCandidate:
     memory_mib: float
     bubble_fraction: float
     least_seconds: float
+    breakdown: dict[str, float]
 
     def predict(self) -> Prediction:
         return predict(self.run, self.system)
+
+
+PERIOD = 5.0  # seconds between two lines; a shorter search prints none
+
+
+class SearchProgress:
+    """Progress line on standard error, at most every `PERIOD` seconds."""
+
+    def __init__(self) -> None:
+        self._begin = time.monotonic()
+        self._said = self._begin
+        self.best = float("inf")  # seconds per iteration
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        now = time.monotonic()
+        if now - self._said < PERIOD:
+            return
+        self._said = now
+        fastest = (
+            f", the fastest {self.best:.4g} s an iteration" if self.best < float("inf") else ""
+        )
+        say(f"search: {done} of {total} {what} after {now - self._begin:.0f} s{fastest} (model)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +266,7 @@ def _asked(run: RunConfig, held: Held) -> str | None:
 
 def _orders(run: RunConfig, plan: LayoutCandidate, held: Held) -> list[Order]:
     stages = plan.layout.pp
-    microbatches = plan.layout.microbatches(plan.run, plan.layout.global_batch_size(plan.run))
+    microbatches = plan.layout.microbatches(plan.run)
     if (name := _asked(run, held)) is None:
         return [
             order
@@ -517,7 +540,7 @@ def _judge(asked: RunConfig, system: System) -> LayoutCandidate | str:
         return "no list for the schedule"
     if used > system.limit_mib:
         return "out of memory"
-    modelled = step(run, layout, system, system.parameters)
+    modelled = step(run, layout, system)
     return LayoutCandidate(
         asked=asked,
         run=run,
@@ -527,6 +550,7 @@ def _judge(asked: RunConfig, system: System) -> LayoutCandidate | str:
         memory_mib=used,
         bubble_fraction=modelled.bubble_fraction,
         least_seconds=modelled.least_seconds,
+        breakdown=modelled.breakdown(),
     )
 
 

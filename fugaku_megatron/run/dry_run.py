@@ -155,7 +155,7 @@ def _bubble(schedule: Schedule) -> float:
 
 def _time(plan: Plan, bubble: float) -> list[str]:
     system = modelled_system(plan.layout)
-    seconds = step(plan.config, plan.layout, system, system.parameters).seconds
+    seconds = step(plan.config, plan.layout, system).seconds
     lines = [
         f"an iteration takes {seconds:.4g} s on {system.nodes} nodes of {system.machine.name}, "
         f"{_count(system.ranks_per_node, 'rank')} a node (model)"

@@ -1,7 +1,8 @@
-"""Numbers in files and texts."""
+"""Numbers in files and texts, and lines on stderr."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 # Seconds of a unit, its name, and the smaller unit printed with it.
@@ -25,3 +26,12 @@ def duration_text(seconds: float) -> str:
         if whole >= unit:
             return f"{whole // unit} {name} {whole % unit // smaller} {small_name}"
     return f"{whole} s"
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def say(line: str) -> None:
+    """Print a line on stderr, next to a command's results on stdout."""
+    print(line, file=sys.stderr, flush=True)

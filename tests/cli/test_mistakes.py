@@ -12,7 +12,7 @@ from fugaku_megatron.cli.parser import Parser
 from fugaku_megatron.config.fields import flag
 from fugaku_megatron.config.run_config import GROUPS
 from fugaku_megatron.costs.plan import Plan
-from fugaku_megatron.planner import progress
+from fugaku_megatron.planner import search
 from tests.checks.refusals import assert_refusal, refusals
 
 pytestmark = pytest.mark.unit
@@ -90,7 +90,7 @@ def test_keywords_have_the_rules_of_the_parser(name, value, message):
 @pytest.mark.parametrize(("command", "words", "line"), refusals("commands"))
 def test_wrong_words_of_a_command_end_it(command, words, line, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(progress, "PERIOD", float("inf"))
+    monkeypatch.setattr(search, "PERIOD", float("inf"))
     files = {
         "LOG": " iteration 1/ 2 | lm loss: 1.0 |\n",
         "hf/config.json": "{}",

@@ -175,8 +175,8 @@ def test_plan_says_why_and_needs_no_torch():
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from fugaku_megatron.cli import program\n"
-        "from fugaku_megatron.planner import progress\n"
-        "progress.PERIOD = 0.0\n"
+        "from fugaku_megatron.planner import search\n"
+        "search.PERIOD = 0.0\n"
         "sys.exit(program.main(sys.argv[1:]))"
     )
     words = (

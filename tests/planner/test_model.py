@@ -83,7 +83,7 @@ def test_what_is_outside_the_fit_or_impossible_is_said():
     row = next(r for r in load() if r.status == "impossible")
     with pytest.raises(ValueError, match="= 128 ranks, but the row has 64"):
         predict_row(row)
-    assert outside({"nodes": (1, 64)}, {"nodes": 128}) == [
+    assert list(outside({"nodes": (1, 64)}, {"nodes": 128})) == [
         "nodes 128 is outside the fitted 1 to 64"
     ]
     large = predict(RUN_30B, System.from_names("a64fx", "torch1.10", 12288), with_band=False)

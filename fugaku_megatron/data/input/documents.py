@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 
 from ...text.input_errors import NeverSkipped
 from ...text.named_files import JsonObject
-from ..files import say
+from ...text.numbers import plural, say
 from .compressed_text import LARGEST_DOCUMENT, check_size, lines, text_blocks, whole
 from .formats import LINES, TABLES, VALUES, Form, form_of
 from .json_values import values
@@ -172,10 +172,7 @@ def _foreign_bytes(path: str, raw: bytes) -> int:
 
 
 def _warning(foreign: dict[str, int]) -> str:
-    shown = [
-        f"{path}: {count} bytes" if count > 1 else f"{path}: {count} byte"
-        for path, count in foreign.items()
-    ]
+    shown = [f"{path}: {plural(count, 'byte')}" for path, count in foreign.items()]
     if len(shown) > NAMED:
         shown[NAMED:] = ["..."]
     listed = ", ".join(shown)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...text.input_errors import NeverSkipped
 from ...text.named_files import FIRST_BYTES, POINTER, unreadable
-from ..files import say
+from ...text.numbers import say
 from .compressed_text import LARGEST_DOCUMENT, LARGEST_FLAG, head_of
 from .documents import CONVERT, SKIP, Skipped
 from .formats import OTHER_PACKED, TABLES, TEXT_FILE, Form, check_table, form_of

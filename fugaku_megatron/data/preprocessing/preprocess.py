@@ -27,6 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ...text.numbers import say
 from ...tokenizers.gpt2_files import gpt2_files
 from ...tokenizers.gpt2_tokenizer import GPT2BPETokenizer
 from ...tokenizers.identity import identity, write_identity
@@ -36,7 +37,6 @@ from ..chat.chat_files import ChatFiles, ChatWriter
 from ..chat.chat_template import read_template
 from ..chat.chats import unread_note
 from ..data_flags import parse_split, split_documents
-from ..files import say
 from ..indexed import IndexedDatasetWriter, best_dtype
 from ..input.compressed_text import LARGEST_FLAG
 from ..input.documents import Document, Skipped, read_documents

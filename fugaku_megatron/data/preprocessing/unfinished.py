@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from ...text.numbers import say
 from ...text.written_files import make_own, new_file, no_link
-from ..files import say
 from ..indexed import IndexedDatasetWriter, writing
 from ..input.documents import Place
 from ..input.input_files import UNFINISHED

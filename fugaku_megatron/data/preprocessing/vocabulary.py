@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from ...text.named_files import unreadable
+from ...text.numbers import plural, say
 from ...text.optional_packages import optional_package
 from ...text.written_files import make_folder, write_text
 from ...tokenizers.gpt2_tokenizer import EOD_TOKEN, bytes_to_unicode
-from ..files import say
 from ..input.compressed_text import LARGEST_FLAG
 from ..input.documents import Skipped, document_texts, read_documents
 from ..input.input_files import add_input_arguments, input_files
@@ -133,8 +133,7 @@ def main(args: argparse.Namespace) -> int:
     except OSError as error:
         raise ValueError(str(error)) from error
     vocab_file, merge_file = (str(args.output / name) for name in NAMES)
-    sources = f"{len(files)} files" if len(files) > 1 else "1 file"
-    print(f"wrote {vocab_file} and {merge_file}: {tokens} tokens from {sources}")
+    print(f"wrote {vocab_file} and {merge_file}: {tokens} tokens from {plural(len(files), 'file')}")
     if line := skipped.line("documents"):
         say(line)
     if tokens < args.vocab_size:

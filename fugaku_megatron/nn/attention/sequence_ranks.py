@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...comm.all_to_all import AllToAll
-from ...comm.autograd import map_rows
+from ...comm.autograd import apply_conjugates
 from ...comm.base import Comm
 from ...costs.context_parallel import rank_segments, segment_numbers
 from .heads import Heads
@@ -81,11 +81,11 @@ def to_heads(x: Tensor, cp: Comm) -> Tensor:
     """Exchange rows of all heads (r, b, w) for the whole sequence of own heads (s, b, w / c)."""
     if cp.size == 1:
         return x
-    return map_rows(x, lambda rows: _to_heads(rows, cp), lambda grad: _to_rows(grad, cp))
+    return apply_conjugates(lambda rows: _to_heads(rows, cp), lambda grad: _to_rows(grad, cp), x)
 
 
 def to_rows(x: Tensor, cp: Comm) -> Tensor:
     """Invert `to_heads`: (s, b, w / c) -> (r, b, w)."""
     if cp.size == 1:
         return x
-    return map_rows(x, lambda rows: _to_rows(rows, cp), lambda grad: _to_heads(grad, cp))
+    return apply_conjugates(lambda rows: _to_rows(rows, cp), lambda grad: _to_heads(grad, cp), x)
