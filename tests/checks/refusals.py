@@ -12,7 +12,7 @@ DEFINITION = re.compile(r"<([\w-]+)> = (.*)")
 
 def refusals(table: str) -> list:
     """Return (start, words, line) of each row of a table. The head of its file describes the format."""
-    texts = {"digits": "9" * 5000}
+    texts = {"digits": "9" * 5000, "huge": str(10**400)}
     start = ""
     cases = []
     for row in (FOLDER / f"{table}.txt").read_text().splitlines():

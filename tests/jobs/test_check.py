@@ -15,9 +15,8 @@ from fugaku_megatron.jobs.render import render, self_contained
 from fugaku_megatron.jobs.torus import RankMap
 from fugaku_megatron.layout_check.shrink import fewest_ranks
 from fugaku_megatron.planner.system import System
-from tests.checks.jobs import (
-    check_map,
-)
+from tests.checks.jobs import check_map
+from tests.checks.refusals import refusals
 from tests.helpers import small_run
 
 pytestmark = pytest.mark.unit
@@ -80,107 +79,16 @@ def test_the_run_s_batch_fits_on_the_ranks_of_the_check(batch, replicas):
     assert fewest_ranks(run, layout) == 2 * replicas
 
 
-# script, what stands there, the mistake, words of the answer (a line of `mistake` must be the line it names)
-MISTAKES = [
-    ("small", "proc=1024", "proc=1000", "write proc=1024"),
-    ("small", "max-proc-per-node=4", "max-proc-per-node=3", "write 1, 2 or 4"),
-    ("small", "RANKS_PER_NODE=4", "RANKS_PER_NODE=2", "write RANKS_PER_NODE=4"),
-    ("small", "NODES=256", "NODES=255", "write NODES=256"),
-    (
-        "small",
-        "--tensor-model-parallel-size 2",
-        "--tensor-model-parallel-size 3",
-        "start 1023 or 1026 ranks",
-    ),
-    ("small", "--micro-batch-size 2", "--micro-batch-size x", "--micro-batch-size"),
-    ("small", "--zero-stage 1", "--zero-stag 1", "did you mean --zero-stage"),
-    ("tensor", "--micro-batch-size 1", "--micro-batch-size 32", "out of memory"),
-    ("tensor", "--tensor-model-parallel-size 4", "--tensor-model-parallel-size 8", "fits neither"),
-    ("small", "node=256", "node=385", "must request a torus"),
-    ("small", "rscgrp=small", "rscgrp=large", "write rscgrp=small"),
-    ("small", "rscgrp=small", "rscgrp=tiny", "write one of small"),
-    ("large", "elapse=24:00:00", "elapse=24:00:01", "the limit of large"),
-    ("large", "elapse=24:00:00", "elapse=00:05:00", "ends before the first iteration"),
-    ("large", "elapse=24:00:00", "elapse=soon", "write HH:MM:SS"),
-    ("large", "node=16x24x16:torus", "node=16x24x16", "must request a torus"),
-    ("large", "node=16x24x16", "node=16x23x16", "Y=23 is not a multiple of 3"),
-    ("large", "node=16x24x16", "node=64x6x16", "X=64 is above 48"),
-    ("small", "freq=2000,eco_state=0", "freq=2200,eco_state=0", "since April 2025"),
-    ("small", "freq=2000,eco_state=0", "freq=2000,eco_state=1", "is not a valid mode"),
-    ("top", "retention_state=0", "retention_state=1", "write retention_state=0"),
-    ("small", "--cpu-frequency 2.0", "--cpu-frequency 2.2", "write --cpu-frequency 2.0"),
-    ("small", "localtmp-size=50Gi", "localtmp-size=88Gi", "87Gi"),
-    ("top", "/%/1000r/", "/", "split it above 10000"),
-    ("small", "ELAPSE=${ELAPSE:-", "ELAPSE=${ELAPSE:-1", "write "),
-    ("small", "#PJM -S", "#PJM -Q", "option -Q is unknown"),
-    ("small", '#PJM -L "node=256', '#PJM -L "nodes=256', "the script requests no nodes"),
-    ("small", "issue_state=0", "issue_state=x", "issue_state=x: write 0 to 1"),
-    ("small", "issue_state=0", "isue_state=0", "isue_state is unknown: did you mean issue_state?"),
-    ("small", "/vol0004", "nonsense", "'nonsense' is not a volume"),
-    ("small", "    --cpu-frequency 2.0", "    --cpu-frequency", "expected one argument"),
-    ("small", "MARGIN:-900", "MARGIN:-soon", "MARGIN=soon: write whole seconds"),
-    ("small", "DATA:-mock", "DATA:-data/my_text_document", "DATA=data/my_text_document: "),
-    (
-        "small",
-        "TOKENIZER:-}",
-        "TOKENIZER:-models/llama}",
-        "TOKENIZER=models/llama: the archive stores",
-    ),
-    ("large", ":torus:strict-io", ":toruss", "node=16x24x16:toruss: write"),
-    (
-        "large",
-        '"$RANKS_PER_NODE" 8 32',
-        '"$RANKS_PER_NODE" 4 64',
-        'write 16x24x16 "$RANKS_PER_NODE" 8 32',
-    ),
-]
-ELSEWHERE = [  # mistakes that are answered at another line
-    ("small", "freq=2000,", "", "freq is not set"),
-    (
-        "small",
-        "SAVE=${SAVE:-$PWD/",
-        "SAVE=${SAVE:-/vol0009/",
-        "PJM_LLIO_GFSCACHE=/vol0004:/vol0009",
-    ),
-    ("small", "-x PJM_LLIO_GFSCACHE=/vol0004", "-x OTHER=1", "PJM_LLIO_GFSCACHE is not set"),
-    ("top", 'llio_transfer "$ARCHIVE"', "true", "stage it with llio_transfer"),
-    ("top", "$LOCAL/bin/python3", "/usr/bin/python3", "$LOCAL/bin/python3"),
-    ("small", "-g hp000000", '-g ""', "no group to charge"),
-    ("small", "NODES=256\n", "\n", "NODES is used but not set: write NODES=256"),
-    (
-        "large",
-        "node=16x24x16",
-        "node=8x48x16",
-        'is for 16x24x16 "$RANKS_PER_NODE" 8 32: write 8x48x16 "$RANKS_PER_NODE" 8 32',
-    ),
-    (
-        "large",
-        "--pipeline-model-parallel-size 32",
-        "--pipeline-model-parallel-size 16",
-        'write 16x24x16 "$RANKS_PER_NODE" 8 16',
-    ),
-    (
-        "tensor",
-        "node=8x6x8:torus:strict-io",
-        "node=384",
-        "write node=XxYxZ:torus, or remove RANK_MAP",
-    ),
-    ("large", "RANK_MAP=(", "OTHER=(", "no rank map keeps tensor-parallel groups"),
-]
-
-
-@pytest.mark.parametrize("name, right, wrong, answer", MISTAKES + ELSEWHERE, ids=lambda v: v[:30])
-def test_a_mistake_is_refused_at_its_line(name, right, wrong, answer, scripts):
+@pytest.mark.parametrize("place, change, answer", refusals("job_scripts"))
+def test_a_mistake_is_refused_at_its_line(place, change, answer, scripts):
+    name, _, elsewhere = place.partition(" ")
+    right, wrong = change.split(" -> ")
     text = scripts[name].replace(right, wrong)
     assert text != scripts[name], f"{right} is not in the script"
     matching = [p for p in check.problems(text, files=False) if answer in p.text]
     assert len(matching) == 1, check.problems(text, files=False)
-    changed = [
-        i
-        for i, (a, b) in enumerate(zip(scripts[name].splitlines(), text.splitlines()), 1)
-        if a != b
-    ]
-    assert matching[0].line in changed or (name, right, wrong, answer) in ELSEWHERE
+    lines = zip(scripts[name].splitlines(), text.splitlines())
+    assert elsewhere or matching[0].line in [i for i, (a, b) in enumerate(lines, 1) if a != b]
 
 
 def test_memory_has_the_buffers_of_the_nodes_threads(scripts, monkeypatch):
