@@ -1,7 +1,6 @@
 """Runs one family of benchmarks:
 
-    python -m benchmarks {gemm,experts,attention,rowwise,delta_net,step,alloc,tables,sequences,two_hosts,schedule,watch,decode,formats,
-                          adapters} [options]
+    python -m benchmarks {gemm,experts,attention,rowwise,delta_net,step,alloc,tables,two_hosts,schedule,decode,formats} [options]
 
 A family is described in core.py. One that measures torch in this process has TORCH_HERE: the process starts again with the MKL of
 --mkl.
@@ -27,20 +26,16 @@ FAMILIES = (
     "step",
     "alloc",
     "tables",
-    "sequences",
     "two_hosts",
     "schedule",
-    "watch",
     "decode",
     "formats",
-    "adapters",
 )
 
 
 def check_outputs(options: argparse.Namespace) -> None:
     """ValueError, before anything is measured, for a file that cannot be written."""
-    for name in ("json", "csv"):
-        check_file(f"--{name}", getattr(options, name, None))
+    check_file("--json", options.json)
     check_picture(getattr(options, "png", None))
 
 

@@ -5,18 +5,14 @@ earlier ones (or as many as a window has), which memory bounds.
 
 Shapes are as in costs/attention.py: sequence s, this rank's heads and groups, head size d. Both sides read and write
 Megatron's fused (s, b, (heads + 2 groups) d) tensor; torch's side works on (b, heads, s, d) and (b, groups, s, d) views of it, with
-enable_gqa or, with --rival repeated, on keys and values that are repeated for every query head, as transformers does. A window is a
-mask there. FLOPs are counted as in kernels_sve/kernels.inc: forward's two matmuls below the diagonal and inside the window, and 2.5
-times as many in backward, which computes S and dP again. attention_part is a rectangle without a diagonal, of half of the queries
-and half of the keys, with forward and backward. With --document-length attention ends
-with a document, each of so many tokens, and the other side is this program's own kernels without documents. Left out: dropout, the
-projections.
+enable_gqa. A window is a mask there. FLOPs are counted as in kernels_sve/kernels.inc: forward's two matmuls below the diagonal and
+inside the window, and 2.5 times as many in backward, which computes S and dP again. attention_part is a rectangle without a
+diagonal, of half of the queries and half of the keys, with forward and backward. Left out: dropout, documents, the projections.
 
     python -m benchmarks attention --recipe 124m                                        12 heads, s 1024, d 64
     python -m benchmarks attention --recipe 124m --num-query-groups 3                   4 of them to a key and a value
     python -m benchmarks attention --recipe 30b --tensor-model-parallel-size 4          14 heads, s 2048, d 128
     python -m benchmarks attention --recipe 30b --tensor-model-parallel-size 4 --window-size 511,0
-    python -m benchmarks attention --recipe 124m --seq-length 8192 --document-length 512    documents of 512 tokens
 """
 
 from __future__ import annotations
@@ -29,18 +25,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fugaku_megatron.config.fields import check
-from fugaku_megatron.costs.attention import visible_pairs
-
 from . import driver, preloads, shapes
 from .driver import DTYPES, Call, Case, relative_error
 
 TORCH_HERE = True
-RIVALS = {"gqa": "torch sdpa", "repeated": "torch sdpa of repeated keys"}
+SDPA = "torch sdpa"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which model's shapes, and what torch does with groups."""
+    """Which model's shapes."""
     driver.add_arguments(parser)
     parser.add_argument(
         "--num-query-groups",
@@ -54,20 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seq-length", type=int, metavar="N", help="tokens of a sample (default: the recipe's)"
     )
-    parser.add_argument(
-        "--document-length",
-        type=int,
-        metavar="N",
-        help="attention within documents of N tokens, next to attention over the whole sequence",
-    )
     parser.set_defaults(mkl=preloads.BOTH)
-    parser.add_argument(
-        "--rival",
-        default="gqa",
-        choices=RIVALS,
-        help="torch's way with groups: enable_gqa, or keys and values "
-        "repeated (default: %(default)s)",
-    )
 
 
 @dataclass(frozen=True)
@@ -124,15 +104,12 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
     out = torch.empty_like(dout)
     dqkv = torch.empty_like(qkv)
     lse = torch.empty(b, shape.heads, shape.s)
-    if options.document_length:
-        yield from over_documents(options.document_length, shape, qkv, dout)
-        return
-    forward, both = torch_calls(qkv, dout, shape, options.rival)
+    forward, both = torch_calls(qkv, dout, shape)
     call = Call("attention_forward", qkv, out, lse, window=shape.window)
     back = Call("attention_backward", qkv, out, lse, dout, dqkv, window=shape.window)
     common = {
         "shape": shape.numbers,
-        "baseline": RIVALS[options.rival],
+        "baseline": SDPA,
         "details": {"micro_batch_size": b},
     }
     yield Case(
@@ -152,64 +129,6 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
     yield decoding(shape, b, qkv.dtype, common)
     if shape.window is None:
         yield part_of_ranks(shape, b, qkv.dtype, common)
-
-
-class DocumentCall(Call):
-    """A call of attention of `shape` over documents of `length` tokens, whose FLOPs count the pairs that see each other."""
-
-    def __init__(self, name: str, *args: Tensor, shape: Shape, length: int) -> None:
-        self.pairs = document_pairs(shape, length) / document_pairs(shape, shape.s)
-        starts = (torch.arange(shape.s, dtype=torch.int32) // length * length).repeat(
-            args[0].shape[1], 1
-        )
-        super().__init__(name, *args, window=shape.window, starts=starts)
-
-    @property
-    def flops(self) -> float:
-        """FLOPs of the causal call, less what documents do not see."""
-        return self.pairs * super().flops
-
-
-def document_pairs(shape: Shape, length: int) -> float:
-    """Pairs of a sample's tokens that see each other when its documents have `length` tokens, the last one what is left."""
-    whole, rest = divmod(shape.s, length)
-    return whole * visible_pairs(length, shape.window) + (
-        visible_pairs(rest, shape.window) if rest else 0
-    )
-
-
-def over_documents(length: int, shape: Shape, qkv: Tensor, dout: Tensor) -> Iterator[Case]:
-    """Forward, and forward with backward, over documents of `length` tokens; the baseline is one document of the whole sequence."""
-    check(0 < length <= shape.s, f"--document-length {length}: pass 1 to --seq-length, {shape.s}")
-    (out, dqkv, lse), (out1, dqkv1, lse1) = (
-        (
-            torch.empty_like(dout),
-            torch.empty_like(qkv),
-            torch.empty(qkv.shape[1], shape.heads, shape.s),
-        )
-        for _ in range(2)
-    )
-    calls = [
-        DocumentCall("attention_forward", qkv, out, lse, shape=shape, length=length),
-        DocumentCall("attention_backward", qkv, out, lse, dout, dqkv, shape=shape, length=length),
-    ]
-    others = [
-        Call("attention_forward", qkv, out1, lse1, window=shape.window),
-        Call("attention_backward", qkv, out1, lse1, dout, dqkv1, window=shape.window),
-    ]
-    common = {
-        "shape": (*shape.numbers, length),
-        "baseline": "without documents",
-        "details": {"micro_batch_size": qkv.shape[1]},
-    }
-    for op, used, gradient in (("documents_forward", 1, None), ("documents", 2, dqkv)):
-        yield Case(
-            op=op,
-            calls=tuple(calls[:used]),
-            baseline_run=lambda n=used: [call.run() for call in others[:n]],
-            error=lambda g=gradient: error(qkv, dout, shape, out, g, length),
-            **common,
-        )
 
 
 def decoding(shape: Shape, rows: int, dtype: torch.dtype, common: dict) -> Case:
@@ -237,7 +156,7 @@ def decoding(shape: Shape, rows: int, dtype: torch.dtype, common: dict) -> Case:
         calls=(call,),
         baseline_run=baseline,
         error=lambda: relative_error(out, baseline(torch.float64)),
-        **{**common, "baseline": "torch sdpa"},
+        **common,
     )
 
 
@@ -280,20 +199,20 @@ def part_of_ranks(shape: Shape, b: int, dtype: torch.dtype, common: dict) -> Cas
         op="attention_part",
         calls=calls,
         baseline_run=baseline,
-        **{**common, "baseline": "torch sdpa"},
+        **common,
         error=lambda: max(map(relative_error, (out, dqkv, dkv), baseline(torch.float64))),
     )
 
 
 def torch_calls(
-    qkv: Tensor, dout: Tensor, shape: Shape, rival: str
+    qkv: Tensor, dout: Tensor, shape: Shape
 ) -> tuple[Callable[[], object], Callable[[], None]]:
     """(forward, forward and backward) of torch on the same tensor."""
     leaf = qkv.detach().clone().requires_grad_()
     mask = mask_of(shape)
 
     def forward() -> Tensor:
-        return sdpa(leaf, shape, mask, rival)
+        return sdpa(leaf, shape, mask)
 
     def both() -> None:
         leaf.grad = None
@@ -302,51 +221,37 @@ def torch_calls(
     return torch.no_grad()(forward), both
 
 
-def mask_of(shape: Shape, length: int | None = None) -> Tensor | None:
-    """(s, s), true where a query sees a key; None without a window and documents, for which torch has a flag."""
-    if shape.window is None and length is None:
+def mask_of(shape: Shape) -> Tensor | None:
+    """(s, s), true where a query sees a key; None without a window, for which torch has a flag."""
+    if shape.window is None:
         return None
-    seen = torch.ones(shape.s, shape.s, dtype=torch.bool).tril().triu(1 - (shape.window or shape.s))
-    numbers = torch.arange(shape.s) // (length or shape.s)
-    return seen & (numbers == numbers[:, None])
+    return torch.ones(shape.s, shape.s, dtype=torch.bool).tril().triu(1 - shape.window)
 
 
-def sdpa(qkv: Tensor, shape: Shape, mask: Tensor | None, rival: str) -> Tensor:
+def sdpa(qkv: Tensor, shape: Shape, mask: Tensor | None) -> Tensor:
     """(s, b, (heads + 2 groups) d) -> (s, b, heads d), of as many groups as qkv has."""
     s, b, _ = qkv.shape
     slots = qkv.view(s, b, -1, sum(shape.slots), shape.d).permute(
         1, 2, 3, 0, 4
     )  # (b, groups, heads / groups + 2, s, d)
     q, k, v = slots.split(shape.slots, dim=2)
-    if rival == "repeated":
-        k, v = (x.expand_as(q).reshape(b, -1, s, shape.d) for x in (k, v))
-    else:
-        k = k.flatten(1, 2)
-        v = v.flatten(1, 2)
     context = F.scaled_dot_product_attention(
         q.flatten(1, 2),
-        k,
-        v,
+        k.flatten(1, 2),
+        v.flatten(1, 2),
         attn_mask=mask,
         is_causal=mask is None,
-        enable_gqa=rival == "gqa" and shape.groups < shape.heads,
+        enable_gqa=shape.groups < shape.heads,
     )
     return context.permute(2, 0, 1, 3).reshape(s, b, -1)
 
 
-def error(
-    qkv: Tensor,
-    dout: Tensor,
-    shape: Shape,
-    out: Tensor,
-    dqkv: Tensor | None,
-    length: int | None = None,
-) -> float:
+def error(qkv: Tensor, dout: Tensor, shape: Shape, out: Tensor, dqkv: Tensor | None) -> float:
     """Largest difference of the last sample's last group from double precision, relative to the largest value there."""
     one_in = sum(shape.slots) * shape.d
     one_out = shape.slots[0] * shape.d
     one = qkv[:, -1:, -one_in:].double().requires_grad_()  # (s, 1, (heads / groups + 2) d)
-    exact = sdpa(one, shape, mask_of(shape, length), "repeated")
+    exact = sdpa(one, shape, mask_of(shape))
     pairs = [(out[:, -1:, -one_out:], exact.detach())]
     if dqkv is not None:
         exact.backward(dout[:, -1:, -one_out:].double())

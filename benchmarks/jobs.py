@@ -1,4 +1,4 @@
-"""Real training jobs to measure: runs mpiexec ... pretrain_gpt.py, reads its log, and shows rows in the published tables' columns.
+"""Real training jobs to measure: runs mpiexec ... pretrain_gpt.py and reads its log.
 
 Left out: processes of this package (child.py), which jobs are compared (alloc.py, step.py, tables.py).
 """
@@ -20,9 +20,8 @@ import torch
 from fugaku_megatron.config.fields import check, flag_words
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.observe.export.metrics_writer import parse_peak_memory
-from fugaku_megatron.observe.log.iteration_metrics import PublishedRow, parse_log, published_header
+from fugaku_megatron.observe.log.iteration_metrics import parse_log
 from fugaku_megatron.observe.log.run_log import exact_seconds
-from fugaku_megatron.text.table import pipe_table
 
 from . import core, disturbance, preloads, shapes
 from .child import ROOT, mpiexec
@@ -43,7 +42,7 @@ class Cell:
     recompute: bool = False
     kernels: str = "native"
     allocator: str = "tuned"
-    schedule: tuple[tuple[str, Any], ...] = ()  # fields of the run that choose its schedule
+    more: tuple[tuple[str, Any], ...] = ()  # other fields of the run
 
     @property
     def dp(self) -> int:
@@ -59,7 +58,7 @@ class Cell:
             "tensor_model_parallel_size": self.tp,
             "pipeline_model_parallel_size": self.pp,
             **({"recompute_granularity": "full"} if self.recompute else {}),
-            **dict(self.schedule),
+            **dict(self.more),
         }
 
 
@@ -235,36 +234,3 @@ def summary(measured: Sequence[Measured]) -> dict[str, Any]:
         "log": measured[-1].allocator,
         "busy": any(m.others > disturbance.OTHERS for m in measured),
     }
-
-
-def published(title: str, rows: Sequence[Sequence[str]], more: Sequence[str] = ()) -> str:
-    """A table with the columns of the published ones, and `more`."""
-    return "\n".join([title, *pipe_table([(*published_header(), *more), *rows])])
-
-
-def published_title(size: str, seq_length: int, recompute: bool, software: str) -> str:
-    """In the wording of the published tables."""
-    checkpointing = "\\w" if recompute else "\\w\\o"
-    return f"{size.upper()} model, Sequence Length={seq_length} {checkpointing} Activation Checkpointing, {software}"
-
-
-def published_cells(row: Mapping[str, Any], notes: str) -> tuple[str, ...]:
-    """A row under the published columns; a rank takes the place of the tables' node."""
-    ranks = row["ranks"]
-    tp = row["tp"]
-    pp = row["pp"]
-    return PublishedRow(
-        nodes=ranks,
-        ranks=ranks,
-        ghz=row["clock_ghz"],
-        size=row["recipe"].upper(),
-        dp=ranks // (tp * pp),
-        tp=tp,
-        pp=pp,
-        mbs=row["mbs"],
-        gbs=row["gbs"],
-        memory_mib=row["peak_memory_mib"],
-        seconds=row["seconds"],
-        tflops=row["tflops"],
-        notes=notes + core.mark(row["busy"]),
-    ).cells()

@@ -1,11 +1,11 @@
-"""The results of alloc.py, tables.py and two_hosts.py as pictures. All of them need matplotlib.
+"""The results of alloc.py and tables.py as pictures. Both need matplotlib.
 
 A ValueError names --png where a file cannot be written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -81,10 +81,9 @@ def _bars(axes: Any, rows: list[dict[str, Any]], colors: dict[str, str]) -> None
     axes.set_axisbelow(True)
 
 
-def measured_on(rows: Sequence[dict[str, Any]]) -> str:
-    """Return a line that says where and when rows of `tables` were measured."""
-    clocks = [row["clock_ghz"] for row in rows]
-    return f"measured, {rows[0]['cpu']}, {sum(clocks) / len(clocks):.2f} GHz, {rows[0]['date']}"
+def measured_on(result: dict[str, Any]) -> str:
+    """Return a line that says where and when `tables` was measured."""
+    return f"measured, {result['cpu']}, {result['clock_ghz']:.2f} GHz, {result['date']}"
 
 
 def draw_tables(path: Path, result: dict[str, Any]) -> None:
@@ -92,7 +91,7 @@ def draw_tables(path: Path, result: dict[str, Any]) -> None:
     rows = result["rows"]
     places = range(len(rows))
     title = (
-        f"{rows[0]['recipe']} fp32, native kernels\n{measured_on(rows)}; model: mean error "
+        f"{result['recipe']} fp32, native kernels\n{measured_on(result)}; model: mean error "
         f"{result['mean_time_error_percent']:.1f} %"
     )
     with _figure(path, 9, 1.5 + 0.36 * len(rows), title) as (axes,):
@@ -111,38 +110,3 @@ def draw_tables(path: Path, result: dict[str, Any]) -> None:
         axes.margins(x=0.1, y=0.01)
         axes.set_xlabel("seconds per iteration")
         axes.grid(axis="x", alpha=0.3)
-
-
-def draw_hosts(path: Path, result: dict[str, Any]) -> None:
-    """Seconds of an iteration as bars, what is exposed in another colour; a dot per round. ValueError when it cannot be written."""
-    rows = result["rows"]
-    names = [row["job"] for row in result["rows"]]
-    computation = [row["computation_seconds"] for row in rows]
-    title = f"{result['what']} of two hosts over {result['rate']}, overlapped with computation or not\nmeasured, {result['cpu']}"
-    with _figure(path, 7, 3.6, title) as (axes,):
-        axes.barh(names, computation, color="C0", label="computation alone")
-        axes.barh(
-            names,
-            [row["exposed_seconds"] for row in rows],
-            left=computation,
-            color="C3",
-            label="exposed",
-        )
-        for place, row in enumerate(rows):
-            turns = [each[row["job"]]["seconds"] for each in result["rounds"]]
-            axes.plot(
-                turns,
-                [place] * len(turns),
-                ".",
-                color="black",
-                markersize=4,
-                label=None if place else "a round",
-            )
-            axes.annotate(
-                f"{100 * row['exposed_share']:.0f} % of {row['hideable_seconds']:.2f} s exposed",
-                (0.02 * computation[place], place),
-                color="white",
-                va="center",
-            )
-        axes.set(xlabel="seconds of an iteration", xlim=(0, None))
-        axes.invert_yaxis()

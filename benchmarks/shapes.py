@@ -10,9 +10,8 @@ import math
 from typing import Any
 
 from fugaku_megatron.cli.arguments import make_run
-from fugaku_megatron.comm.base import Comm, SoloComm
-from fugaku_megatron.comm.grid import Grid, Groups
-from fugaku_megatron.config.fields import check
+from fugaku_megatron.comm.base import Comm
+from fugaku_megatron.comm.grid import Groups
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.config.run_config import RunConfig
@@ -68,29 +67,3 @@ def trainer_of(run: RunConfig, world: Comm, groups: Groups) -> Any:
     plan = Plan(run, Layout.from_run(run, world.size))
     ops = build_ops(run, choose_kernels(plan, world).backends)
     return Trainer(plan, world, groups, *data.build_data(plan, groups), ops=ops)
-
-
-def add_solo_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of a family that measures a trainer on one rank in its own process."""
-    add_arguments(parser)
-    parser.add_argument(
-        "--seq-length", type=int, default=256, help="tokens per sample (default: %(default)s)"
-    )
-
-
-def solo_trainer(options: argparse.Namespace, **fields: Any) -> Any:
-    """A trainer on one rank with mock tokens. ValueError for tensor parallelism."""
-    check(
-        options.tensor_model_parallel_size == 1,
-        "--tensor-model-parallel-size: this benchmark has one rank, leave it out",
-    )
-    run = run_of(
-        options,
-        seq_length=options.seq_length,
-        mock_data=True,
-        eval_iters=0,
-        kernels="native",
-        **fields,
-    )
-    world = SoloComm()
-    return trainer_of(run, world, Grid(1).groups(world))

@@ -5,6 +5,7 @@
     python -m benchmarks step --micro-batch-size 4 --dtype bf16 --int8 [--int8-wgrad]  INT8 matmuls, our BF16 step in turn as well
     python -m benchmarks step --ranks 2 --global-batch-size 16                        TP2, DP2 and PP2 against one rank
     python -m benchmarks step --ranks 2 --global-batch-size 4 --schedules             PP2 under every schedule against one rank
+    python -m benchmarks step --ranks 2 --recipe demo --num-layers 2 --seq-length 65536 --global-batch-size 1 --cp-comm-type a2a p2p
 
 Both sides start from the same weights and use the same tokens, batch, AdamW and clipping, without dropout; their losses are
 compared, so both do the same work. Ours runs as pretrain_gpt.py does, the baseline with the system's allocator or
@@ -20,6 +21,7 @@ import argparse
 import math
 import statistics
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +31,7 @@ import torch
 
 from fugaku_megatron.config.fields import check, flag
 from fugaku_megatron.config.lora import BASE_FORMATS
+from fugaku_megatron.config.parallel import CP_COMM_TYPES
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.costs.flops import model_flops
 from fugaku_megatron.costs.parameters import model_parameters
@@ -40,7 +43,7 @@ from .contestant import Apart, Contestant, Task
 
 SIDES = ("ours", "baseline")
 SHIPPED = "shipped"  # the side that --mkl both adds
-UNQUANTIZED = "unquantized"  # the side that --int8 adds: ours without it
+UNQUANTIZED = "unquantized"  # the side that --int8 and --lora-base-format add: ours without them
 INT8_FLAGS = ("int8", "int8_wgrad", "int8_head", "int8_stochastic_rounding")
 PRECISIONS = ("fp32", "bf16")
 PAUSE = (
@@ -112,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lora-base-format",
         choices=BASE_FORMATS,
-        help="with --lora-rank: storage of our frozen weights (default: --dtype)",
+        help="with --lora-rank: storage of our frozen weights, next to our step with weights of --dtype",
     )
     parser.add_argument(
         "--baseline-load-in",
@@ -137,6 +140,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--schedules",
         action="store_true",
         help="with --ranks: pipelines over all ranks, under every schedule",
+    )
+    parser.add_argument(
+        "--cp-comm-type",
+        nargs="+",
+        choices=CP_COMM_TYPES,
+        metavar="TYPE",
+        help="with --ranks: ranks share each sequence by these ways, or by tensor and sequence parallelism",
+    )
+    parser.add_argument(
+        "--recompute",
+        action="store_true",
+        help="with --ranks: compute all layers again in backward",
     )
     parser.add_argument(
         "--ranks",
@@ -169,8 +184,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         }
         if options.mkl == preloads.BOTH and preloads.narrowed():
             made[SHIPPED] = task(options, "baseline", preload)
-        if options.int8:
-            plain = made["ours"].values | dict.fromkeys(INT8_FLAGS, False)
+        if options.int8 or options.lora_base_format:
+            quantized = {**dict.fromkeys(INT8_FLAGS, False), "lora_base_format": None}
+            plain = made["ours"].values | quantized
             made[UNQUANTIZED] = replace(made["ours"], values=plain)
         sides = {
             side: Apart(one) if options.apart else stack.enter_context(Contestant(one))
@@ -179,12 +195,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         return report(options, config, sides, *take_turns(options, sides))
 
 
+def sizes_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Fields of the run that the options name."""
+    return {name: value for name in SIZES if (value := getattr(options, name)) is not None}
+
+
 def run_values(options: argparse.Namespace) -> dict[str, Any]:
     """Fields of the run that replace the recipe's: mock tokens, no dropout, no evaluation, a constant learning rate.
 
     Balancing losses are left out, because the baselines do not compute them.
     """
-    sizes = {name: value for name in SIZES if (value := getattr(options, name)) is not None}
+    sizes = sizes_of(options)
     adapters = {}
     if options.lora_rank is not None:
         model = shapes.run_of(options, **sizes).model
@@ -307,12 +328,11 @@ def report(
             "preload": options.baseline_preload,
             "ratio": every[side]["seconds"] / every["ours"]["seconds"],
         }
-    if options.lora_base_format:
-        every["ours"]["label"] = f"ours, LoRA on {options.lora_base_format}"
     if UNQUANTIZED in every:
-        every["ours"]["label"] = (
-            f"ours, {' '.join(flag(n) for n in INT8_FLAGS if getattr(options, n))}"
-        )
+        words = [flag(name) for name in INT8_FLAGS if getattr(options, name)]
+        if options.lora_base_format:
+            words.append(f"LoRA on {options.lora_base_format}")
+        every["ours"]["label"] = f"ours, {' '.join(words)}"
         ratio = every[UNQUANTIZED]["seconds"] / every["ours"]["seconds"]
         every[UNQUANTIZED] |= {"label": f"ours, {options.dtype}", "ratio": ratio}
     medians = core.medians(rounds, ("peak_gflops", "clock_ghz"))
@@ -372,6 +392,7 @@ def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
 
 # Layouts --------------------------------------------------------------------------------------------------------------------------
 
+ONE_RANK = "one rank"
 MICROBATCHES = 16
 LAYOUT_ITERATIONS = 2  # timed ones of each job
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -393,16 +414,10 @@ LAYOUT_COLUMNS: tuple[Column, ...] = (
 
 
 def candidates(options: argparse.Namespace) -> dict[str, jobs.Cell]:
-    """One rank first, then the layout that the options name, PP under every schedule, or TP, DP and PP over all ranks."""
-    ranks, tp, pp, mbs = (
-        getattr(options, name)
-        for name in (
-            "ranks",
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "micro_batch_size",
-        )
-    )
+    """One rank first, then the layout that the options name, the ways to share a sequence, PP under every schedule, or TP, DP and PP."""
+    ranks = options.ranks
+    tp = options.tensor_model_parallel_size
+    pp = options.pipeline_model_parallel_size
     check(ranks >= 2, f"--ranks {ranks}: pass 2 or more, they are compared with one rank")
     check(
         ranks % (tp * pp) == 0,
@@ -410,30 +425,54 @@ def candidates(options: argparse.Namespace) -> dict[str, jobs.Cell]:
         f"--pipeline-model-parallel-size {pp}: change one of them",
     )
     check(
-        not options.schedules or tp * pp == 1,
-        "--schedules compares pipelines over all --ranks: leave the parallel sizes out",
+        tp * pp == 1 or not (options.schedules or options.cp_comm_type),
+        "--schedules and --cp-comm-type compare layouts over all --ranks: leave the parallel sizes out",
     )
-    found = {"one rank": jobs.Cell(mbs=mbs)}
+    sizes = sizes_of(options)
+    one = jobs.Cell(
+        mbs=options.micro_batch_size,
+        seq=sizes.pop("seq_length", None),
+        recompute=options.recompute,
+        more=tuple(sizes.items()),
+    )
+    every = replace(one, ranks=ranks)
+    if options.cp_comm_type:
+        return shared_sequences(one, ranks, options.cp_comm_type)
     if options.schedules:
         more = math.ceil(MORE_PENDING * ranks)
         orders = {
             **SCHEDULES,
             f"zbv of {more}": {**SCHEDULES["zbv"], "zero_bubble_max_pending_backward": more},
         }
-        return found | {
-            f"PP{ranks} {name}": jobs.Cell(
-                ranks=ranks, pp=ranks, mbs=mbs, schedule=tuple(fields.items())
-            )
+        return {ONE_RANK: one} | {
+            f"PP{ranks} {name}": replace(every, pp=ranks, more=(*one.more, *fields.items()))
             for name, fields in orders.items()
         }
     if tp * pp > 1:
-        sizes = {"TP": tp, "PP": pp, "DP": ranks // (tp * pp)}
-        name = " x ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
-        return found | {name: jobs.Cell(ranks=ranks, tp=tp, pp=pp, mbs=mbs)}
-    return found | {
-        f"TP{ranks}": jobs.Cell(ranks=ranks, tp=ranks, mbs=mbs),
-        f"DP{ranks}": jobs.Cell(ranks=ranks, mbs=mbs),
-        f"PP{ranks}": jobs.Cell(ranks=ranks, pp=ranks, mbs=mbs),
+        degrees = {"TP": tp, "PP": pp, "DP": ranks // (tp * pp)}
+        name = " x ".join(f"{axis}{degree}" for axis, degree in degrees.items() if degree > 1)
+        return {ONE_RANK: one, name: replace(every, tp=tp, pp=pp)}
+    return {
+        ONE_RANK: one,
+        f"TP{ranks}": replace(every, tp=ranks),
+        f"DP{ranks}": every,
+        f"PP{ranks}": replace(every, pp=ranks),
+    }
+
+
+def shared_sequences(one: jobs.Cell, ranks: int, types: Sequence[str]) -> dict[str, jobs.Cell]:
+    """Layouts whose ranks share each sequence: context parallelism of each type, or tensor and sequence parallelism."""
+    common = (*one.more, ("position_embedding_type", "rope"))
+    ways = {
+        f"CP{ranks} {name}": (("context_parallel_size", ranks), ("cp_comm_type", (name,)))
+        for name in types
+    }
+    return {
+        ONE_RANK: replace(one, more=common),
+        **{name: replace(one, ranks=ranks, more=(*common, *way)) for name, way in ways.items()},
+        f"TP{ranks}": replace(
+            one, ranks=ranks, tp=ranks, more=(*common, ("sequence_parallel", True))
+        ),
     }
 
 
@@ -457,16 +496,12 @@ def layout_job(options: argparse.Namespace, cell: jobs.Cell) -> jobs.Job:
 
 def measure_layouts(options: argparse.Namespace) -> dict[str, Any]:
     """All layouts in turn. ratio: throughput over one rank's."""
-    check(
-        options.num_layers is options.vocab_size is options.num_experts is None,
-        "--num-layers, --vocab-size and --num-experts are compared with a baseline: omit them, or --ranks",
-    )
     cells = candidates(options)
     planned = {name: layout_job(options, cell) for name, cell in cells.items()}
     measured = {
         name: jobs.summary(rounds) for name, rounds in jobs.in_turn(planned, options.rounds).items()
     }
-    tokens = shapes.run_of(options).model.seq_length
+    tokens = shapes.run_of(options, **sizes_of(options)).model.seq_length
     rows = []
     for name, cell in cells.items():
         figures = measured[name]
@@ -475,9 +510,6 @@ def measure_layouts(options: argparse.Namespace) -> dict[str, Any]:
                 "layout": name,
                 "ranks": cell.ranks,
                 "threads": planned[name].threads,
-                "tp": cell.tp,
-                "pp": cell.pp,
-                "dp": cell.dp,
                 "tokens_per_s": figures["samples_per_second"] * tokens,
                 "peak_rss_mib": figures["peak_memory_mib"],
                 **{key: figures[key] for key in ("seconds", "loss", "busy")},

@@ -1,43 +1,34 @@
 """The published tables' 124M configurations that fit this host: measured, and compared with the performance model.
 
-    python -m benchmarks tables --json host.json --png host.png          all rows, about 12 minutes on two cores
-    python -m benchmarks tables --quick                                  a handful, below 3 minutes
-    python -m benchmarks tables --rows "TP 2" --json tp.json             rows whose name holds the text
-    python -m benchmarks tables --measured host.json tp.json --markdown  rows of earlier runs, modelled again
+    mpiexec -n 2 fugaku-megatron calibrate --output host.json            a rank for every thread
+    python -m benchmarks tables --machine host.json --png tables.png     all rows, about 12 minutes on two cores
+    python -m benchmarks tables --machine host.json --quick              four rows, below 3 minutes
+    python -m benchmarks tables --machine host.json --rows "TP 2"        rows whose name holds the text
 
-A row is a real `mpiexec ... pretrain_gpt.py` of a few micro-batches; ranks share this host's threads. The model
-(fugaku_megatron.perf, software fugaku_megatron) uses a calibration of this host made in the same run, or --machine. Left out:
-starting jobs (jobs.py), the picture (pictures.py).
+A row is a real `mpiexec ... pretrain_gpt.py` of a few micro-batches; ranks share this host's threads. The model is that of
+`fugaku-megatron predict` on a calibration of this host. Left out: starting jobs (jobs.py), the picture (pictures.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
-import tempfile
+import statistics
 import time
 from dataclasses import asdict, replace
-from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from fugaku_megatron.config.fields import check
 from fugaku_megatron.config.run_config import RunConfig
-from fugaku_megatron.host.machine import cpu_model
 from fugaku_megatron.planner import machine, model, software
-from fugaku_megatron.text.table import write_csv
+from fugaku_megatron.text.table import Column
 
 from . import core, disturbance, jobs, pictures, preloads, shapes
-from .child import ROOT, mpiexec
 from .jobs import Cell
 
 TOKENS = 4096  # of an iteration, unless one micro-batch on each data-parallel rank has more
 WARM_UP = 2  # iterations that do not count
-CALIBRATION_SECONDS = 300  # a limit: it takes less than one minute
 ATTEMPTS = 3  # measurements of a row while other processes use this host's cores
 
 SINGLE = Cell(seq=1024)
@@ -61,23 +52,29 @@ ROWS = (  # in the order of the tables that they are shown in
     *(replace(cell, seq=2048) for cell in LAYOUTS),
     replace(SINGLE, seq=2048, recompute=True),
 )
-VARIED = ("ranks", "tp", "pp", "mbs", "seq", "recompute", "allocator")  # what a row is known by
 QUICK = {"iterations": 1, "tokens": 2048}
 
 PUBLISHED_BATCH = 1024  # samples of an iteration in the published tables
-OUR_HEADER = (
-    f"scaled to GBS {PUBLISHED_BATCH}, not measured",
-    "model Sec/it",
-    "model MiB",
-    "time error %",
-    "memory error %",
+COLUMNS: tuple[Column, ...] = (
+    ("row", "<50", "name"),
+    ("GBS", ">4", "gbs"),
+    ("s", ">7.2f", "seconds"),
+    ("model s", ">8.2f", "model_seconds"),
+    ("error %", ">8", lambda row: f"{row['time_error_percent']:+.1f}"),
+    ("MiB", ">6", "peak_memory_mib"),
+    ("model MiB", ">9.0f", "model_memory_mib"),
+    ("error %", ">8", lambda row: f"{row['memory_error_percent']:+.1f}"),
+    ("TFLOPs", ">7.3f", "tflops"),
+    (f"s scaled to GBS {PUBLISHED_BATCH}, not measured", ">35.0f", "scaled_seconds"),
 )
-CSV_LEFT_OUT = ("machine", "model_breakdown")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this family."""
     parser.add_argument("--recipe", default="124m", choices=shapes.RECIPES)
+    parser.add_argument(
+        "--machine", metavar="FILE", help="what fugaku-megatron calibrate wrote on this host"
+    )
     parser.add_argument(
         "--rows",
         default="",
@@ -100,21 +97,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of an iteration, at least (default: %(default)s)",
     )
     jobs.add_threads(parser)
-    parser.add_argument(
-        "--machine", metavar="FILE", help="of fugaku-megatron calibrate (default: calibrate now)"
-    )
-    parser.add_argument(
-        "--measured",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="show the rows that --json wrote there instead of measuring, modelled again",
-    )
-    parser.add_argument(
-        "--markdown", action="store_true", help="Markdown's headings around the tables"
-    )
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write one line per row to FILE")
     parser.set_defaults(dtype="fp32")
 
 
@@ -123,11 +105,6 @@ def name_of(cell: Cell) -> str:
     words = [f"s {cell.seq}", f"DP {cell.dp}", f"TP {cell.tp}", f"PP {cell.pp}", f"MBS {cell.mbs}"]
     words += ["recompute"] if cell.recompute else []
     return ", ".join(words + ([cell.allocator] if cell.allocator != "tuned" else []))
-
-
-def cell_of(row: dict[str, Any]) -> Cell:
-    """The configuration of a row."""
-    return Cell(**{name: row[name] for name in VARIED})
 
 
 def batch_of(tokens: int, cell: Cell) -> int:
@@ -168,87 +145,38 @@ def plan(options: argparse.Namespace) -> dict[Cell, jobs.Job]:
     return planned
 
 
-def calibrate(options: argparse.Namespace) -> dict[str, Any]:
-    """The contents of --machine, or a calibration made now with a rank for every thread, repeated while others disturb it."""
-    if options.machine:
-        machine.load(options.machine)
-        return json.loads(Path(options.machine).read_text())
-
-    def attempt(number: int) -> tuple[dict[str, Any], bool]:
-        print(
-            "calibrating this host" + (", again: others took its cores" if number else ""),
-            flush=True,
-        )
-        watch = disturbance.Watch(options.threads)
-        return calibrated(max(2, options.threads)), not watch.disturbed()
-
-    return core.quiet_rounds(attempt, 1, ATTEMPTS)[0][-1]
-
-
-def calibrated(ranks: int) -> dict[str, Any]:
-    """The file that calibrate writes with `ranks` ranks of one thread each. RuntimeError when it fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "host.json"
-        program = ["-m", "fugaku_megatron", "calibrate", "--output", str(path)]
-        command = [mpiexec(), "-n", str(ranks), sys.executable, *program]
-        environment = {**preloads.environment(None), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command,
-            env=environment,
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            timeout=CALIBRATION_SECONDS,
-            cwd=ROOT,
-        )
-        if done.returncode:
-            raise RuntimeError(
-                f"{' '.join(command)} ended with exit code {done.returncode} and said: {done.stderr.strip()[-300:]}"
-            )
-        return json.loads(path.read_text())
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """The rows, measured now or read from --measured, with the model's figures."""
+    """The rows with the model's figures; prints each when it is measured."""
     core.apply_quick(options, QUICK)
-    return report(
-        earlier_rows(options) if options.measured else measured_rows(options, plan(options))
+    check(
+        options.machine is not None,
+        "--machine is missing: run fugaku-megatron calibrate --output FILE, and pass FILE",
     )
-
-
-def measured_rows(
-    options: argparse.Namespace, planned: dict[Cell, jobs.Job]
-) -> list[dict[str, Any]]:
-    """Measured rows, not modelled yet; prints each when it is done."""
-    begin = time.perf_counter()
+    host = machine.load(options.machine)
+    planned = plan(options)
     rows = []
-    host = calibrate(options)
     for number, (cell, task) in enumerate(planned.items(), 1):
         measured = quiet(name_of(cell), task)
-        rows.append(
-            {
-                **asdict(measured),
-                **{name: getattr(cell, name) for name in VARIED},
-                "log": measured.allocator,
-                "dp": cell.dp,
-                "recipe": options.recipe,
-                "gbs": batch_of(options.tokens, cell),
-                "tokens": options.tokens,
-                "threads": task.threads,
-                "busy": measured.others > disturbance.OTHERS,
-                "cpu": cpu_model(),
-                "torch": torch.__version__,
-                "date": time.strftime("%Y-%m-%d"),
-                "machine": host,
-            }
-        )
+        rows.append(row_of(options, cell, measured, host))
         print(
-            f"  {number} of {len(planned)}, {(time.perf_counter() - begin) / 60:.1f} min: {name_of(cell)}: "
-            f"{measured.seconds:.3f} s at {measured.clock_ghz:.2f} GHz"
-            + core.mark(rows[-1]["busy"]),
+            f"  {number} of {len(planned)}: {name_of(cell)}: {measured.seconds:.3f} s at "
+            f"{measured.clock_ghz:.2f} GHz" + core.mark(rows[-1]["busy"]),
             flush=True,
         )
-    return rows
+    errors = [abs(row["time_error_percent"]) for row in rows]
+    return {
+        "rows": rows,
+        "mean_time_error_percent": statistics.fmean(errors),
+        "largest_time_error_percent": max(errors),
+        "mean_memory_error_percent": statistics.fmean(
+            abs(row["memory_error_percent"]) for row in rows
+        ),
+        "recipe": options.recipe,
+        "machine": host.title,
+        "clock_ghz": statistics.fmean(row["clock_ghz"] for row in rows),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
 
 
 def quiet(name: str, task: jobs.Job) -> jobs.Measured:
@@ -263,105 +191,43 @@ def quiet(name: str, task: jobs.Job) -> jobs.Measured:
     return min(core.quiet_rounds(attempt, 1, ATTEMPTS)[0], key=lambda measured: measured.others)
 
 
-def earlier_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of --measured in the tables' order, of each name the last one; with --machine they are modelled on that machine."""
-    rows_by_cell: dict[Cell, dict[str, Any]] = {}
-    for path in options.measured:
-        try:
-            rows_by_cell |= {cell_of(row): row for row in json.loads(path.read_text())["rows"]}
-        except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"--measured {path}: no rows can be read from it ({error}); pass a file that --json wrote"
-            ) from None
-    order = [cell for cell in ROWS if cell in rows_by_cell and options.rows in name_of(cell)]
-    check(order != [], f"--measured: none of the files has a row with {options.rows!r} in its name")
-    host = {"machine": calibrate(options)} if options.machine else {}
-    return [{**rows_by_cell[cell], **host} for cell in order]
-
-
-def predicted(row: dict[str, Any]) -> dict[str, Any]:
-    """The model's figures for a row on the machine that the row contains."""
-    cell = cell_of(row)
+def row_of(
+    options: argparse.Namespace, cell: Cell, measured: jobs.Measured, host: machine.Machine
+) -> dict[str, Any]:
+    """The measured and the modelled figures of a row; errors are the model's, in per cent of the measured figure."""
     system = model.System(
-        machine=machine.from_data("this host", row["machine"]),
+        machine=host,
         nodes=1,
         ranks_per_node=cell.ranks,
         software=software.load(software.THIS_PROJECT),
     )
-    prediction = model.predict(config(row["recipe"], row["tokens"], cell), system)
+    prediction = model.predict(config(options.recipe, options.tokens, cell), system)
+    batch = batch_of(options.tokens, cell)
     return {
         "name": name_of(cell),
+        **asdict(cell),
+        "gbs": batch,
+        **asdict(measured),
+        "busy": measured.others > disturbance.OTHERS,
+        "scaled_seconds": measured.seconds * PUBLISHED_BATCH / batch,
         "model_seconds": prediction.seconds,
-        "model_lower": prediction.lower,
-        "model_upper": prediction.upper,
         "model_memory_mib": prediction.memory_mib_max,
-        "model_breakdown": prediction.breakdown,
-        "time_error_percent": 100 * (prediction.seconds / row["seconds"] - 1),
-        "memory_error_percent": 100 * (prediction.memory_mib_max / row["peak_memory_mib"] - 1),
+        "time_error_percent": 100 * (prediction.seconds / measured.seconds - 1),
+        "memory_error_percent": 100 * (prediction.memory_mib_max / measured.peak_memory_mib - 1),
     }
-
-
-def report(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The result as JSON; errors are the model's, in per cent of the measured figure."""
-    rows = [{**row, **predicted(row)} for row in rows]
-    errors = [abs(row["time_error_percent"]) for row in rows]
-    memory = [abs(row["memory_error_percent"]) for row in rows]
-    return {
-        "rows": rows,
-        "mean_time_error_percent": sum(errors) / len(errors),
-        "largest_time_error_percent": max(errors),
-        "mean_memory_error_percent": sum(memory) / len(memory),
-    }
-
-
-def scaled(row: dict[str, Any]) -> float:
-    """Seconds per iteration at the published global batch, if time grows in proportion to the batch."""
-    return row["seconds"] * PUBLISHED_BATCH / row["gbs"]
 
 
 def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
-    """A table for every sequence length, with and without recompute, and the model's errors. Writes --csv."""
-    if options.csv:
-        save_csv(options.csv, result)
-    parts = []
-    heading = "### " if options.markdown else ""
-    rows = result["rows"]
-    for (recipe, seq, recompute), group in groupby(
-        rows, lambda r: (r["recipe"], r["seq"], r["recompute"])
-    ):
-        mine = list(group)
-        title = jobs.published_title(
-            recipe, seq, recompute, f"native kernels, fp32: {pictures.measured_on(mine)}"
-        )
-        parts.append(heading + jobs.published(title, [cells(row) for row in mine], OUR_HEADER))
-    parts.append(
-        f"A node here is a rank on one machine; one rank has {max(r['threads'] for r in rows)} threads, more ranks share "
-        f"them. Model: software {software.THIS_PROJECT} on {rows[0]['machine']['title']}.\n"
-        f"Model against {len(rows)} measured rows: mean absolute error of time {result['mean_time_error_percent']:.1f} %, "
-        f"largest {result['largest_time_error_percent']:.1f} %; of memory {result['mean_memory_error_percent']:.1f} %."
+    """The table, and the model's errors."""
+    return "\n".join(
+        [
+            f"{result['recipe']}, native kernels, fp32: {pictures.measured_on(result)}",
+            core.table(COLUMNS, result["rows"]),
+            f"Model: software {software.THIS_PROJECT} on {result['machine']}. Mean absolute error of time "
+            f"{result['mean_time_error_percent']:.1f} %, largest {result['largest_time_error_percent']:.1f} %; of memory "
+            f"{result['mean_memory_error_percent']:.1f} %.",
+        ]
     )
-    return "\n\n".join(parts)
-
-
-def cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """Return a row: the published columns, then the columns of OUR_HEADER."""
-    return (
-        *jobs.published_cells(row, row["allocator"] if row["allocator"] != "tuned" else "-"),
-        f"{scaled(row):.0f}",
-        f"{row['model_seconds']:.2f}",
-        f"{row['model_memory_mib']:.0f}",
-        f"{row['time_error_percent']:+.1f}",
-        f"{row['memory_error_percent']:+.1f}",
-    )
-
-
-def save_csv(path: Path, result: dict[str, Any]) -> None:
-    """One line per row, measured and modelled."""
-    records = [
-        {"scaled_seconds": scaled(row), **{k: v for k, v in row.items() if k not in CSV_LEFT_OUT}}
-        for row in result["rows"]
-    ]
-    write_csv(path, list(records[0]), records)
 
 
 draw = pictures.draw_tables

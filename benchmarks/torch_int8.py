@@ -1,16 +1,13 @@
 """PyTorch's INT8 matmuls on CPUs, the rivals of `benchmarks gemm --dtype int8`.
 
-    torch._int_mm alone       oneDNN's matmul of operands that are INT8 already, with INT32 results
-    torch._int_mm             the same with quantization and scales in torch's operations, as eager programs on top of it compute
-    quantized::linear_dynamic ATen's dynamically quantized linear layer, with one scale for all activations; FP32 in and out, since it
-                              takes no other
+    torch._int_mm alone  oneDNN's matmul of operands that are INT8 already, with INT32 results
+    torch._int_mm        the same with quantization and scales in torch's operations, as eager programs on top of it compute
 
 A right operand that is a weight is quantized and packed outside the timing, as ours is. torchao calls torch._int_mm on CPUs.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -50,34 +47,7 @@ def scaled_matmul(left: Tensor, right: Tensor, out: Tensor, is_weight: bool) -> 
     return run
 
 
-def dynamic_linear(left: Tensor, right: Tensor, out: Tensor, is_weight: bool) -> Run:
-    """Return left @ right from the linear layer, whose weight is right^T; as `scaled_matmul` otherwise."""
-    inputs = left.float().contiguous()
-    weight = pack(right) if is_weight else None
-
-    def run() -> Tensor:
-        packed = weight if is_weight else pack(right)
-        product = torch.ops.quantized.linear_dynamic(inputs, packed)
-        return product if is_weight else out.add_(product)
-
-    return run
-
-
-def pack(right: Tensor) -> torch.ScriptObject:
-    """Return right (k, n), packed with one scale for each column."""
-    columns = right.T.float().contiguous()
-    scales = columns.abs().amax(1).double() / LARGEST
-    zeros = torch.zeros(len(columns), dtype=torch.long)
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # torch deprecated these tensors; nothing in it replaces them
-        quantized = torch.quantize_per_channel(columns, scales, zeros, 0, torch.qint8)
-    return torch.ops.quantized.linear_prepack(quantized, None)
-
-
 RIVALS: dict[str, Callable[[Tensor, Tensor, Tensor, bool], Run]] = {
     "torch._int_mm alone": matmul_alone,
     "torch._int_mm": scaled_matmul,
-    "quantized::linear_dynamic": dynamic_linear,
 }

@@ -1,6 +1,6 @@
 """Two hosts on one machine: data-, tensor-, context- or expert-parallel training over a slow link, blocking and overlapped in turn.
 
-    python -m benchmarks two_hosts --rate 1gbit --png two_hosts.png
+    python -m benchmarks two_hosts --rate 1gbit
     python -m benchmarks two_hosts --tensor-parallel
     python -m benchmarks two_hosts --context-parallel
     python -m benchmarks two_hosts --experts
@@ -36,7 +36,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ from fugaku_megatron.config.parallel import A2A, CP_COMM_TYPES, P2P
 from fugaku_megatron.host.observed import NONBLOCKING, PHASES, REDUCTIONS, VERBS, Observed, Phases
 from fugaku_megatron.text.table import Column
 
-from . import child, core, disturbance, pictures, shapes
+from . import child, core, disturbance, shapes
 
 HOSTS = ("fm-host0", "fm-host1")
 DEVICE = "wire"
@@ -64,13 +64,7 @@ NETWORK = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": D
 DEEP = {"num_layers": 26, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 1024}
 # 25 M parameters in few wide layers: a matmul takes longer than the rows that it reads or writes need on the link.
 WIDE = {"num_layers": 2, "hidden_size": 1024, "num_attention_heads": 8, "vocab_size": 1024}
-DATA_PARALLEL = {
-    "blocking": DEEP,
-    "overlapped": {**DEEP, "overlap_grad_reduce": True},
-    "overlapped, BF16": {**DEEP, "overlap_grad_reduce": True, "grad_reduce_in_bf16": True},
-}
 PARTS = {**WIDE, "tensor_model_parallel_size": 2, "sequence_parallel": True}
-TENSOR_PARALLEL = {"blocking": PARTS, "overlapped": {**PARTS, "tp_comm_overlap": True}}
 # 16 experts in each of two layers, two for each token: those of a rank compute longer than their rows need on the link.
 EXPERTS = {
     **WIDE,
@@ -83,7 +77,6 @@ EXPERTS = {
     "moe_router_topk": 2,
     "expert_model_parallel_size": 2,
 }
-EXPERT_PARALLEL = {"blocking": EXPERTS, "overlapped": EXPERTS}
 # 6 M parameters and a long sequence: attention takes longer than keys and values need on the link.
 LONG = {
     "num_layers": 8,
@@ -93,10 +86,44 @@ LONG = {
     "context_parallel_size": 2,
 }
 
-# Tokens of a sequence.
-TOKENS = 704
-LONG_TOKENS = 4096
-EXPERT_TOKENS = 2048
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """Layout of the hosts. jobs: fields of each trainer's run; tokens of a sequence; micro-batches of a rank; replicas of the model."""
+
+    jobs: dict[str, dict[str, Any]]
+    tokens: int
+    microbatches: int
+    replicas: int
+
+
+MODES = {
+    "data": Mode(
+        jobs={
+            "blocking": DEEP,
+            "overlapped": {**DEEP, "overlap_grad_reduce": True},
+            "overlapped, BF16": {**DEEP, "overlap_grad_reduce": True, "grad_reduce_in_bf16": True},
+        },
+        tokens=704,
+        microbatches=4,
+        replicas=2,
+    ),
+    "tensor": Mode(
+        jobs={"blocking": PARTS, "overlapped": {**PARTS, "tp_comm_overlap": True}},
+        tokens=704,
+        microbatches=4,
+        replicas=1,
+    ),
+    "context": Mode(
+        jobs={name: {**LONG, "cp_comm_type": (name,)} for name in CP_COMM_TYPES},
+        tokens=4096,
+        microbatches=1,
+        replicas=1,
+    ),
+    "experts": Mode(
+        jobs={"blocking": EXPERTS, "overlapped": EXPERTS}, tokens=2048, microbatches=2, replicas=2
+    ),
+}
 
 COLUMNS: tuple[Column, ...] = (
     ("job", "<18", "job"),
@@ -116,18 +143,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rate", default="1gbit", help="of the link, as tc writes it (default: %(default)s)"
     )
+    parser.set_defaults(mode="data")
     shared = parser.add_mutually_exclusive_group()
-    shared.add_argument(
-        "--tensor-parallel",
-        action="store_true",
-        help="the hosts share each layer's matrices instead of the batch",
-    )
-    shared.add_argument(
-        "--context-parallel",
-        action="store_true",
-        help="the hosts share each sequence instead of the batch",
-    )
-    shared.add_argument("--experts", action="store_true", help="the hosts have different experts")
+    for name, mode, words in (
+        ("--tensor-parallel", "tensor", "share each layer's matrices instead of the batch"),
+        ("--context-parallel", "context", "share each sequence instead of the batch"),
+        ("--experts", "experts", "have different experts"),
+    ):
+        shared.add_argument(
+            name, dest="mode", action="store_const", const=mode, help=f"the hosts {words}"
+        )
     parser.add_argument(
         "--cp-comm-type",
         nargs="+",
@@ -144,8 +169,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seq-length",
         type=int,
-        help=f"(default: {TOKENS}, with --context-parallel {LONG_TOKENS}, with --experts "
-        f"{EXPERT_TOKENS})",
+        help="(default: 704, with --context-parallel 4096, with --experts 2048)",
     )
     parser.add_argument("--micro-batch-size", type=int, default=1)
     parser.add_argument(
@@ -215,46 +239,16 @@ def two_hosts(rate: str, hosts: Sequence[str] = HOSTS) -> Iterator[None]:
         stack.callback(_remove, hosts)
         _remove(hosts)
         for host in hosts:
-            _system("ip", "netns", "add", host)
+            _system("ip netns add", host)
         _system(
-            "ip",
-            "link",
-            "add",
-            DEVICE,
-            "netns",
-            hosts[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            DEVICE,
-            "netns",
-            hosts[1],
+            "ip link add", DEVICE, "netns", hosts[0], "type veth peer", DEVICE, "netns", hosts[1]
         )
         for host, address in zip(hosts, ADDRESSES, strict=True):
-            inside = ("ip", "-n", host)
-            _system(*inside, "addr", "add", f"{address}/24", "dev", DEVICE)
+            _system("ip -n", host, f"addr add {address}/24 dev {DEVICE}")
             for device in ("lo", DEVICE):
-                _system(*inside, "link", "set", device, "up")
-            _system(
-                "ip",
-                "netns",
-                "exec",
-                host,
-                "tc",
-                "qdisc",
-                "add",
-                "dev",
-                DEVICE,
-                "root",
-                "tbf",
-                "rate",
-                rate,
-                "burst",
-                "256kb",
-                "latency",
-                "50ms",
-            )
+                _system("ip -n", host, f"link set {device} up")
+            limit = f"tbf rate {rate} burst 256kb latency 50ms"
+            _system("ip netns exec", host, f"tc qdisc add dev {DEVICE} root {limit}")
         _wait_for_link(hosts)
         yield
 
@@ -262,9 +256,7 @@ def two_hosts(rate: str, hosts: Sequence[str] = HOSTS) -> Iterator[None]:
 def _wait_for_link(hosts: Sequence[str]) -> None:
     """The system reports a link of two ends as up only some time after both were set up, and an MPI refuses it until then."""
     for _ in range(600):
-        if all(
-            " UP " in _system("ip", "-br", "-n", host, "link", "show", DEVICE) for host in hosts
-        ):
+        if all(" UP " in _system("ip -br -n", host, "link show", DEVICE) for host in hosts):
             return
         time.sleep(0.1)
     raise RuntimeError(f"two hosts cannot be made here: their link {DEVICE} is not up after 60 s")
@@ -275,46 +267,33 @@ def _remove(hosts: Sequence[str]) -> None:
         subprocess.run(["ip", "netns", "del", host], capture_output=True)
 
 
-def _system(*command: str) -> str:
-    """Run a command and return what it prints."""
-    done = subprocess.run(command, capture_output=True, text=True)
+def _system(*parts: str) -> str:
+    """Run a command of words without spaces and return what it prints."""
+    command = " ".join(parts)
+    done = subprocess.run(command.split(), capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(
-            f"two hosts cannot be made here: {' '.join(command)}: {done.stderr.strip()}"
-        )
+        raise RuntimeError(f"two hosts cannot be made here: {command}: {done.stderr.strip()}")
     return done.stdout
 
 
 def trainers(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """The fields of each trainer's run that differ from another's."""
-    if options.context_parallel:
-        return {name: {**LONG, "cp_comm_type": (name,)} for name in options.cp_comm_type}
+    jobs = MODES[options.mode].jobs
     return (
-        TENSOR_PARALLEL
-        if options.tensor_parallel
-        else EXPERT_PARALLEL
-        if options.experts
-        else DATA_PARALLEL
+        {name: jobs[name] for name in options.cp_comm_type} if options.mode == "context" else jobs
     )
 
 
 def order(options: argparse.Namespace) -> dict[str, Any]:
     """Return what both ranks are told, see `main`."""
-    tokens, microbatches = (
-        (LONG_TOKENS, 1)
-        if options.context_parallel
-        else (EXPERT_TOKENS, 2)
-        if options.experts
-        else (TOKENS, 4)
-    )
-    replicas = 1 if options.tensor_parallel or options.context_parallel else len(HOSTS)
-    size = (options.micro_batches or microbatches) * options.micro_batch_size * replicas
+    mode = MODES[options.mode]
+    microbatches = options.micro_batches or mode.microbatches
     common = {
-        "seq_length": options.seq_length or tokens,
+        "seq_length": options.seq_length or mode.tokens,
         "mock_data": True,
         "train_iters": 2 * (options.rounds + 1),
         "micro_batch_size": options.micro_batch_size,
-        "global_batch_size": size,
+        "global_batch_size": microbatches * options.micro_batch_size * mode.replicas,
         "eval_iters": 0,
         "kernels": "native",
         "ddp_bucket_size": options.bucket_size,
@@ -333,21 +312,8 @@ def cores(options: argparse.Namespace) -> list[tuple[int, int]]:
 
 def on_host(host: str, program: Sequence[str]) -> list[str]:
     """mpiexec's words for one rank of a program on a host."""
-    return [
-        "-n",
-        "1",
-        "ip",
-        "netns",
-        "exec",
-        host,
-        "unshare",
-        "--uts",
-        "sh",
-        "-c",
-        'hostname "$0" && exec "$@"',
-        host,
-        *program,
-    ]
+    name_host = f"-n 1 ip netns exec {host} unshare --uts sh -c".split()
+    return [*name_host, 'hostname "$0" && exec "$@"', host, *program]
 
 
 def command(options: argparse.Namespace) -> list[str]:
@@ -419,13 +385,6 @@ def report(
         "rounds": rounds,
         "busy": busy,
         "own_cores": options.own_cores,
-        "what": "Rows between matmuls"
-        if options.tensor_parallel
-        else "Keys and values"
-        if options.context_parallel
-        else "Rows of experts"
-        if options.experts
-        else "Gradient sums",
     }
 
 
@@ -438,9 +397,6 @@ def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
             f"{result['cpu']}, measured" + core.mark(result["busy"]),
         ]
     )
-
-
-draw = pictures.draw_hosts
 
 
 # A rank ---------------------------------------------------------------------------------------------------------------------------

@@ -87,7 +87,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--listed", type=int, default=10, help="files to list (default: 10)")
-    parser.add_argument("--trace", help="file for the functions in the order of the first calls")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="words after fugaku-megatron")
     args = parser.parse_args()
     profile = StartProfile(Path.cwd())
@@ -96,12 +95,6 @@ def main() -> None:
     def report() -> None:
         sys.setprofile(None)
         print(*profile.report(args.listed), sep="\n", file=sys.stderr)
-        if args.trace:
-            lines = [
-                f"{profile.path(code)}:{code.co_firstlineno} {code.co_name}\n"
-                for code in profile.first_calls()
-            ]
-            Path(args.trace).write_text("".join(lines))
 
     atexit.register(report)
     sys.setprofile(profile)

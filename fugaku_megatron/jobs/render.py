@@ -41,13 +41,13 @@ preload=$TCMALLOC
 TCMALLOC='' train stock --allocator stock
 TCMALLOC=$preload train tcmalloc --allocator stock
 TCMALLOC='' train tuned --allocator tuned
-echo "table: python -m benchmarks alloc --from-logs" "$OUT"/{stock,tcmalloc,tuned}/0/0/stdout.1.0""",
+echo "table: fugaku-megatron log" "$OUT"/{stock,tcmalloc,tuned}/0/0/stdout.1.0""",
     "frequency": '''\
 # A job runs at one clock. For another clock submit this file again with options that replace the directives:
 @OTHERS@
 CPU_GHZ=${CPU_GHZ:-@GHZ@}
 train "clock-$CPU_GHZ" --cpu-frequency "$CPU_GHZ"
-echo "table: python -m benchmarks alloc --from-logs, this job's $OUT/clock-$CPU_GHZ/0/0/stdout.1.0 and the other jobs'"
+echo "table: fugaku-megatron log, this job's $OUT/clock-$CPU_GHZ/0/0/stdout.1.0 and the other jobs'"
 echo "its last column has watts and tokens per joule where every node has an energy counter"''',
     "topology": '''\
 # Sub-job 0: ranks in node order; 1: the rank map; 2 and 3: the rank map with one all-reduce algorithm for every size

@@ -44,5 +44,5 @@ for COMMON in "${FUGAKU_MEGATRON:-$PWD}"{,/../..}/fugaku_megatron/jobs/pjsub.sh;
 #   eco-2.0: pjsub -g GROUP -L "freq=2000,eco_state=2,retention_state=0,throttling_state=0,issue_state=0,ex_pipe_state=0" -x CPU_GHZ=2.0 FILE
 CPU_GHZ=${CPU_GHZ:-2.0}
 train "clock-$CPU_GHZ" --cpu-frequency "$CPU_GHZ"
-echo "table: python -m benchmarks alloc --from-logs, this job's $OUT/clock-$CPU_GHZ/0/0/stdout.1.0 and the other jobs'"
+echo "table: fugaku-megatron log, this job's $OUT/clock-$CPU_GHZ/0/0/stdout.1.0 and the other jobs'"
 echo "its last column has watts and tokens per joule where every node has an energy counter"

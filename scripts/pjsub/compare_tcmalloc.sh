@@ -45,4 +45,4 @@ preload=$TCMALLOC
 TCMALLOC='' train stock --allocator stock
 TCMALLOC=$preload train tcmalloc --allocator stock
 TCMALLOC='' train tuned --allocator tuned
-echo "table: python -m benchmarks alloc --from-logs" "$OUT"/{stock,tcmalloc,tuned}/0/0/stdout.1.0
+echo "table: fugaku-megatron log" "$OUT"/{stock,tcmalloc,tuned}/0/0/stdout.1.0

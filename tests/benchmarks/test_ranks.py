@@ -4,6 +4,7 @@ import argparse
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -24,12 +25,10 @@ PNG = b"\x89PNG"
 
 @pytest.fixture
 def measured(tmp_path, capsys):
-    """Run a benchmark that draws a picture; return its JSON and its output."""
-    pytest.importorskip("matplotlib")
+    """Run a benchmark; return its JSON and its output."""
 
     def run(*command: object) -> tuple[dict, str]:
-        main(words(*command, f"--json {tmp_path}/a.json --png {tmp_path}/a.png"))
-        assert (tmp_path / "a.png").read_bytes().startswith(PNG)
+        main(words(*command, f"--json {tmp_path}/a.json"))
         return json.loads((tmp_path / "a.json").read_text()), capsys.readouterr().out
 
     return run
@@ -47,10 +46,13 @@ def idle(plan, spans: list[Span]) -> list[float]:
     return sorted(found)
 
 
-def test_every_schedule_follows_its_list(measured):
+def test_every_schedule_follows_its_list(measured, tmp_path):
     """Sleepers wake late on a busy machine. Four times in five the next computation begins soon after."""
-    command = "schedule --stages 2 --microbatches 4 --slot-ms 50 --chunks 3"
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "a.png"
+    command = f"schedule --stages 2 --microbatches 4 --slot-ms 50 --chunks 3 --png {picture}"
     rows = measured(command)[0]["rows"]
+    assert picture.read_bytes().startswith(PNG)
     assert [(row["schedule"], row["chunks"]) for row in rows] == [
         ("1f1b", 1),
         ("interleaved", 3),
@@ -76,11 +78,12 @@ def hosts(monkeypatch):
     if reason := two_hosts.why_not():
         pytest.skip(reason)
     for name, smaller in {
-        "DATA_PARALLEL": {"num_layers": 6},
-        "EXPERT_PARALLEL": {"moe_ffn_hidden_size": 128},
+        "data": {"num_layers": 6},
+        "experts": {"moe_ffn_hidden_size": 128},
     }.items():
-        jobs = getattr(two_hosts, name).items()
-        monkeypatch.setattr(two_hosts, name, {job: {**model, **smaller} for job, model in jobs})
+        mode = two_hosts.MODES[name]
+        jobs = {job: {**model, **smaller} for job, model in mode.jobs.items()}
+        monkeypatch.setitem(two_hosts.MODES, name, replace(mode, jobs=jobs))
     return "two_hosts --seq-length 64 --micro-batches 2 --rounds 1"
 
 
@@ -127,7 +130,7 @@ def test_a_sequence_of_two_hosts(measured, hosts):
     """
     result, _ = measured(hosts, "--context-parallel --seq-length 512 --micro-batches 1")
     heads, keys = result["rows"]
-    assert (heads["job"], keys["job"]) == ("a2a", "p2p") and result["what"] == "Keys and values"
+    assert (heads["job"], keys["job"]) == ("a2a", "p2p")
     half = 8 * 2 * 4 * 256 // 2 * 256 * 4  # layers x ways x widths x rows x h x bytes
     assert heads["sent"] == pytest.approx([half] * 2, rel=0.1)
     assert keys["sent"] == pytest.approx([half, half * 5 / 4], rel=0.1)
@@ -139,7 +142,7 @@ def test_rows_of_experts(measured, hosts):
     """There and back, and gradients the same ways: half a token's two rows, and as many bytes in groups as at once."""
     result, _ = measured(hosts, "--experts")
     rows = {row["job"]: row for row in result["rows"]}
-    assert list(rows) == ["blocking", "overlapped"] and result["what"] == "Rows of experts"
+    assert list(rows) == ["blocking", "overlapped"]
     half = 2 * 2 * 4 * 64 * 512 * 4  # micro-batches x layers x ways x rows x h x bytes
     assert all(
         row["sent"] == pytest.approx([half] * 2, rel=0.3) for row in rows.values()

@@ -317,7 +317,7 @@ CHANGES = (
     ),
     (
         "docs/measuring.md",
-        "python -m benchmarks tables --png tables.png",
+        "python -m benchmarks tables --machine host.json --png tables.png",
         ELSEWHERE,
         "minutes; tests/benchmarks/test_tables.py",
     ),

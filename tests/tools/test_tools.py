@@ -9,12 +9,9 @@ import pytest
 from benchmarks.__main__ import main as benchmarks
 from fugaku_megatron.cli import program
 from fugaku_megatron.host import kernels
-from fugaku_megatron.host.observed import Event, Profiler
-from tools import demo_corpus, gemm_error, plot_profile, plot_result
+from tools import demo_corpus, gemm_error, plot_result
 
 pytestmark = pytest.mark.system
-
-PNG = b"\x89PNG"
 
 
 def call(tool, *words: object) -> int:
@@ -36,11 +33,6 @@ NO_FOLDER = "no is not a directory: make it, or pass another file"
             "is not there: pass STEP_JSON of python -m benchmarks step",
         ),
         (plot_result, "other.json --output no/a.png", NO_FOLDER),
-        (plot_profile, "a=no.txt --output no/a.png", NO_FOLDER),
-        (plot_profile, "table.txt --output a.png", "pass LABEL=FILE"),
-        (plot_profile, "a=/absent --output a.png", "pass a table that --profile wrote"),
-        (plot_profile, "a=text --output a.png", "no row of an operation"),
-        (plot_profile, "--quux", "the following arguments are required: LABEL=FILE, --output"),
         (demo_corpus, "", "the following arguments are required: --output"),
         (demo_corpus, "--output other.json", "other.json: cannot be written (File exists)"),
         (gemm_error, "--rows 0", "pass numbers above 0"),
@@ -99,26 +91,6 @@ def test_errors_are_those_of_the_formats():
 
 
 # Pictures ------------------------------------------------------------------------------------------------------------------------
-
-
-def test_a_profile_is_read_back_and_drawn(tmp_path):
-    profiler = Profiler()
-    profiler.peak_gflops = 100.0
-    profiler.steps = [2.0]
-    profiler.events = [
-        Event("kernels", "linear_forward", 0.0, 1.0, 40e9),
-        Event("communication", "dp all_reduce", 1.0, 0.5),
-    ]
-    table = tmp_path / "table_rank0.txt"
-    picture = tmp_path / "step.png"
-    table.write_text("\n".join(profiler.table()) + "\n")
-    assert plot_profile.read_table(table) == {
-        "linear_forward": 1.0,
-        "dp all_reduce": 0.5,
-        "Python, autograd and the rest": 0.5,
-    }
-    assert call(plot_profile, "--output", picture, f"before={table}", f"after={table}") == 0
-    assert picture.read_bytes().startswith(PNG)
 
 
 STEP = {
