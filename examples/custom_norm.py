@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import fugaku_megatron as fm
-from fugaku_megatron.config.model import NORMS, NormPart
+from fugaku_megatron.config.rows import NORMS, NormPart
 from fugaku_megatron.nn.gradients import accumulate
 from fugaku_megatron.nn.layers import Context, Norm
 

@@ -6,8 +6,8 @@ from torch.nn import functional as F
 
 from fugaku_megatron.config.decay_shapes import SHAPES, Shape
 from fugaku_megatron.config.layer_kinds import IN_PROJ, MIXERS, OUT_PROJ, MixerPart
-from fugaku_megatron.config.model import ACTIVATIONS, NORMS, ActivationPart, NormPart
 from fugaku_megatron.config.optimizer import OPTIMIZERS, OptimizerPart
+from fugaku_megatron.config.rows import ACTIVATIONS, NORMS, ActivationPart, NormPart
 from fugaku_megatron.costs.activations import residual_bytes
 from fugaku_megatron.costs.mixers import MixerCosts
 from fugaku_megatron.costs.records import MatmulCollectives

@@ -18,8 +18,8 @@ from fugaku_megatron.cli.arguments import build_parser
 from fugaku_megatron.cli.parser import Parser
 from fugaku_megatron.config.fields import flag_words
 from fugaku_megatron.config.megatron_flags import OTHER_FLAGS
-from fugaku_megatron.config.model import NORMS
 from fugaku_megatron.config.recipes import RECIPES
+from fugaku_megatron.config.rows import NORMS
 from fugaku_megatron.config.run_config import GROUPS, RunConfig
 from fugaku_megatron.tokenizers.tokenizer import TOKENIZERS
 

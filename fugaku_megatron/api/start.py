@@ -17,8 +17,8 @@ from ..checkpoint.manifest import (
 from ..checkpoint.shards import check_model
 from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
+from ..config.architecture import architecture
 from ..config.fields import check
-from ..config.model import architecture
 from ..config.run_config import RunConfig
 from ..convert.open_weights import open_weights
 from ..convert.weights import Weights

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..config.experts import EXPERTS, ExpertRanks
+from ..config.experts import ExpertFields
 from ..config.fields import (
     Declaration,
     FieldValues,
@@ -30,11 +30,13 @@ from ..config.fields import (
 )
 from ..config.hybrid import HybridFields, hybrid_notes, with_layers
 from ..config.megatron_flags import OTHER_FLAGS
-from ..config.model import HEAD_MULTIPLE, ModelConfig
+from ..config.model import ModelConfig
 from ..config.no_effect import no_effect_notes
+from ..config.parallel import MatrixRanks
 from ..config.pipeline_layout import PipelineLayoutFields, with_stages
 from ..config.recipes import RECIPES
-from ..config.run_config import GROUP_OF, GROUPS, RunConfig
+from ..config.rows import HEAD_MULTIPLE
+from ..config.run_config import GROUP_OF, GROUPS, RunConfig, all_flags
 from ..text.foreign_models import conversion, is_hugging_face
 from .otel_variables import with_otel_variables
 from .parser import Parser, add_field, nearest
@@ -84,7 +86,7 @@ SPELLINGS = {
 _SPELLED = tuple(declared.name for spelling in SPELLINGS.values() for declared in spelling)
 
 # Fields that --help lists last in their groups.
-_OF_EXPERTS = {*EXPERTS, *(f.name for f in fields(ExpertRanks))}
+_LAST = {f.name for config in (ExpertFields, MatrixRanks) for f in fields(config)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +149,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         name: parser.add_argument_group(name, config.__doc__) for name, config in GROUPS.items()
     }
     for name, config in GROUPS.items():
-        for declared in sorted(declarations(config), key=lambda each: each.name in _OF_EXPERTS):
+        for declared in sorted(declarations(config), key=lambda each: each.name in _LAST):
             add_field(groups[name], declared)
     for name, spelling in SPELLINGS.items():
         for declared in spelling:
@@ -201,24 +203,6 @@ def _from_recipe(name: str | None) -> dict[str, FieldValues]:
     }
 
 
-# A flag that is set -> values of the recipe that it drops.
-_DERIVED: dict[str, tuple[str, ...]] = {
-    "hidden_size": ("ffn_hidden_size", "kv_channels"),
-    "num_attention_heads": ("kv_channels",),
-    "seq_length": ("max_position_embeddings",),
-    "lr": ("min_lr",),
-    "step_batch_size_schedule": ("global_batch_size",),
-    "train_samples": ("train_iters", "lr_decay_iters", "lr_warmup_iters"),
-    "train_tokens": ("train_iters", "lr_decay_iters", "lr_warmup_iters"),
-    "train_iters": ("train_samples", "lr_decay_samples", "lr_warmup_samples"),
-    "lr_decay_tokens": ("lr_decay_iters", "lr_decay_samples"),
-    "lr_warmup_tokens": ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"),
-    "lr_warmup_iters": ("lr_warmup_fraction", "lr_warmup_samples"),
-    "lr_warmup_samples": ("lr_warmup_fraction", "lr_warmup_iters"),
-    "lr_warmup_fraction": ("lr_warmup_iters", "lr_warmup_samples"),
-}
-
-
 def make_run(recipe: str | None, values: FieldValues) -> RunConfig:
     """Build a RunConfig from a recipe's name and field values that override it.
 
@@ -228,8 +212,9 @@ def make_run(recipe: str | None, values: FieldValues) -> RunConfig:
     groups = _from_recipe(recipe)
     values = _spelled_out(values)
     assert values.keys() <= GROUP_OF.keys(), f"no such fields: {values.keys() - GROUP_OF.keys()}"
-    for dropped in (name for key in values for name in _DERIVED.get(key, ())):
-        groups[GROUP_OF[dropped]].pop(dropped, None)
+    for each in all_flags():
+        for dropped in each.drops if each.name in values else ():
+            groups[GROUP_OF[dropped]].pop(dropped, None)
     for name, value in values.items():
         groups[GROUP_OF[name]][name] = value
     missing = _missing(groups, {})

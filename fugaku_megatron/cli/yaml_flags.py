@@ -12,17 +12,23 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ..config.fields import FieldValues, Refused, check, flag, shortened
+from ..config.rows import ACTIVATIONS
 from ..config.yaml_file import read_yaml
 from .parser import Parser, nearest
 
 SECTIONS = ("language_model", "model_parallel")
 
 # Values of activation_func -> flags; Megatron-LM's gelu is the exact one.
-ACTIVATIONS = {
-    "swiglu": "--swiglu",
-    "squaredrelu": "--squared-relu",
-    "gelu": "--no-bias-gelu-fusion",
+ACTIVATION_FLAGS = {
+    row.yaml: flag(row.flag) for row in ACTIVATIONS.values() if row.yaml and row.flag
 }
+
+# Keys that activation_func overrides, as in Megatron-LM.
+OF_THE_ACTIVATION = [
+    row.flag.removeprefix("no_")
+    for row in ACTIVATIONS.values()
+    if row.flag and (row.yaml or row.gelu)
+]
 
 # Keys named unlike their flags.
 RENAMED = {
@@ -37,10 +43,6 @@ SWITCHED_OFF = {
     "add_position_embedding": "--no-position-embedding",
     "apply_rope_fusion": "--no-rope-fusion",
 }
-
-
-# Keys that activation_func overrides, as in Megatron-LM.
-OF_THE_ACTIVATION = ("swiglu", "squared_relu", "openai_gelu", "bias_gelu_fusion")
 
 
 # Keys without a flag here: those that only Megatron-LM's own program uses, and those that must be off.
@@ -79,7 +81,7 @@ def complete_from_yaml(namespace: argparse.Namespace, build_parser: Callable[[],
 
 def _load(path: str, parser: Parser) -> FieldValues:
     keys = dict(_flattened(path))
-    decided = OF_THE_ACTIVATION if any(where.endswith("activation_func") for where in keys) else ()
+    decided = OF_THE_ACTIVATION if any(where.endswith("activation_func") for where in keys) else []
     known = {
         option: action
         for action in parser._actions
@@ -123,10 +125,10 @@ def _flattened(path: str) -> Iterator[tuple[str, Any]]:
 def _words(key: str, value: Any, known: Mapping[str, argparse.Action]) -> list[str]:
     if key == "activation_func":
         check(
-            value in ACTIVATIONS,
-            f"{value!r:.60} is not an activation: pass {', '.join(ACTIVATIONS)}",
+            value in ACTIVATION_FLAGS,
+            f"{value!r:.60} is not an activation: pass {', '.join(ACTIVATION_FLAGS)}",
         )
-        return [ACTIVATIONS[value]]
+        return [ACTIVATION_FLAGS[value]]
     check(
         not isinstance(value, Mapping), "it has keys of its own, and a flag has a value: pass one"
     )

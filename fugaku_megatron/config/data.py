@@ -5,7 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from .fields import cached_hash, check, check_fields, flag, option, optional, switch
+from .fields import (
+    BY_RANK,
+    COURSE,
+    FREE,
+    LENGTH,
+    Requirement,
+    cached_hash,
+    check,
+    check_fields,
+    flag,
+    of_topic,
+    option,
+    optional,
+    switch,
+)
 from .rules import check_rules
 from .sample_rules import Skips
 
@@ -17,8 +31,8 @@ SENTENCEPIECE_TYPES = (
 )
 TIKTOKEN = "TikTokenizer"
 
-# Fields that need the end-of-document token.
-MARKING = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+MARKS = "marks of documents"  # topic of flags that need the end-of-document token
+TOKENIZER = Requirement("--vocab-file or --tokenizer-model", lambda run: run.data.has_tokenizer)
 
 
 @cached_hash
@@ -27,53 +41,96 @@ class DataConfig:
     """Tokens and tokenizer."""
 
     data_path: tuple[str, ...] | None = optional(
-        "prefix of .bin/.idx, or a blend: weight prefix weight prefix ...; without weights every data set is read once"
+        "prefix of .bin/.idx, or a blend: weight prefix weight prefix ...; without weights every data set is read once",
+        meaning=COURSE,
+        script="DATA",
     )
-    train_data_path: tuple[str, ...] | None = optional("as --data-path, for training only")
-    valid_data_path: tuple[str, ...] | None = optional("as --data-path, for validation only")
-    data_args_path: str | None = optional("file with the words of --data-path")
+    train_data_path: tuple[str, ...] | None = optional(
+        "as --data-path, for training only", meaning=COURSE, script="DATA"
+    )
+    valid_data_path: tuple[str, ...] | None = optional(
+        "as --data-path, for validation only", meaning=COURSE
+    )
+    data_args_path: str | None = optional("file with the words of --data-path", meaning=FREE)
     per_split_data_args_path: str | None = optional(
-        "JSON file with the words of --train-data-path as train, and of --valid-data-path as valid"
+        "JSON file with the words of --train-data-path as train, and of --valid-data-path as valid",
+        meaning=FREE,
     )
-    split: str = option("969,30,1", "documents of --data-path for training, validation and test")
+    split: str = option(
+        "969,30,1",
+        "documents of --data-path for training, validation and test",
+        meaning=COURSE,
+        needs="data_path",
+    )
     legacy_split: bool = switch(
-        "round --split as Megatron-LM before Megatron-core 0.5, to resume such a run"
+        "round --split as Megatron-LM before Megatron-core 0.5, to resume such a run",
+        meaning=COURSE,
+        needs="data_path",
     )
     data_cache_path: str | None = optional(
-        "directory for the index of --data-path (default: next to the data, if it is large)"
+        "directory for the index of --data-path (default: next to the data, if it is large)",
+        meaning=FREE,
+        differs=BY_RANK,
     )
-    mock_data: bool = switch("random tokens instead of --data-path")
-    reset_position_ids: bool = switch("restart positions at each document")
-    reset_attention_mask: bool = switch("restrict attention to a token's own document")
-    eod_mask_loss: bool = switch("exclude predictions from the end-of-document token from the loss")
+    mock_data: bool = switch("random tokens instead of --data-path", meaning=COURSE)
+    reset_position_ids: bool = switch(
+        "restart positions at each document", topic=MARKS, meaning=COURSE
+    )
+    reset_attention_mask: bool = switch(
+        "restrict attention to a token's own document", topic=MARKS, meaning=COURSE
+    )
+    eod_mask_loss: bool = switch(
+        "exclude predictions from the end-of-document token from the loss",
+        topic=MARKS,
+        meaning=COURSE,
+    )
     mean_document_length: int | None = optional(
         "tokens per document, for estimates of time and FLOPs with "
-        "--reset-attention-mask (default: --seq-length)"
+        "--reset-attention-mask (default: --seq-length)",
+        meaning=FREE,
     )
     skip_samples: tuple[str, ...] | None = optional(
-        "samples excluded from training, as FIRST:END ..., without END; skipped samples count as consumed"
+        "samples excluded from training, as FIRST:END ..., without END; skipped samples count as consumed",
+        meaning=LENGTH,
     )
     tokenizer_type: str = option(
         "GPT2BPETokenizer",
         "tokenizer of --data-path: GPT2BPETokenizer, HuggingFaceTokenizer, "
         "SentencePieceTokenizer, Llama2Tokenizer, JapaneseSentencePiece, TikTokenizer or NullTokenizer; "
         "without tokenizer files, the tokenizer of the initial model",
+        meaning=FREE,
+        needs=TOKENIZER,
     )
-    vocab_file: str | None = optional("vocab.json of the tokenizer, or a SentencePiece model")
-    merge_file: str | None = optional("merges.txt of the tokenizer")
+    vocab_file: str | None = optional(
+        "vocab.json of the tokenizer, or a SentencePiece model", meaning=FREE, script="DATA"
+    )
+    merge_file: str | None = optional("merges.txt of the tokenizer", meaning=FREE, script="DATA")
     tokenizer_model: str | None = optional(
         "directory of HuggingFaceTokenizer, .model file of SentencePiece, or .json file of "
-        "TikTokenizer"
+        "TikTokenizer",
+        meaning=FREE,
+        script="TOKENIZER",
     )
     tiktoken_pattern: str = option(
-        "v2", "pattern by which TikTokenizer splits text", choices=("v1", "v2")
+        "v2",
+        "pattern by which TikTokenizer splits text",
+        choices=("v1", "v2"),
+        meaning=FREE,
+        needs="tokenizer_type=TikTokenizer",
     )
-    tiktoken_num_special_tokens: int = option(1000, "special tokens of TikTokenizer", range=None)
+    tiktoken_num_special_tokens: int = option(
+        1000,
+        "special tokens of TikTokenizer",
+        range=None,
+        meaning=FREE,
+        needs="tokenizer_type=TikTokenizer",
+    )
     sft: bool = switch(
         "fine-tune on chats: --data-path is from fugaku-megatron preprocess --chat, whole chats are packed into a sample, each "
-        "with its own positions and attention, and the loss is over the assistant's tokens"
+        "with its own positions and attention, and the loss is over the assistant's tokens",
+        meaning=COURSE,
     )
-    sft_truncate: bool = switch("truncate chats longer than a sample")
+    sft_truncate: bool = switch("truncate chats longer than a sample", meaning=COURSE, needs="sft")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -108,7 +165,7 @@ class DataConfig:
         """Flags that need the end-of-document token, except for chats, whose files have masks."""
         if self.sft:
             return ""
-        return " ".join(flag(name) for name in MARKING if getattr(self, name))
+        return " ".join(flag(name) for name in of_topic(DataConfig, MARKS) if getattr(self, name))
 
     @cached_property
     def marked(self) -> bool:

@@ -8,11 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import repeat
 
-from .fields import check, option, optional
-from .layer_kinds import GATED_DELTA_NET, marked_layers
+from .fields import BY_LAYER, SAME, WEIGHTS, Requirement, check, option, optional
+from .layer_kinds import GATED_DELTA_NET, LAYERS, marked_layers
 
 # Values of --experimental-attention-variant; Megatron-LM has both names.
 VARIANTS = (GATED_DELTA_NET, "gdn")
+
+DELTA_NETS = Requirement("a gated delta net", lambda run: run.model.has_delta_nets)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,29 +24,57 @@ class DeltaNetFields:
     experimental_attention_variant: str | None = optional(
         "the layers of --linear-attention-freq are gated delta nets, as in Qwen3-Next",
         choices=VARIANTS,
+        topic=LAYERS,
+        meaning=WEIGHTS,
+        megatron=SAME,
     )
     linear_attention_freq: str | None = optional(
         "layers with attention in a model with gated delta nets: every Nth, or a list of 1 (gated delta net) and 0 "
-        "(attention) for all layers, such as ([1]*3+[0])*12"
+        "(attention) for all layers, such as ([1]*3+[0])*12",
+        topic=LAYERS,
+        meaning=WEIGHTS,
+        needs="experimental_attention_variant",
+        megatron=BY_LAYER,
     )
     linear_conv_kernel_dim: int = option(
         4,
         "tokens of the convolution in front of a gated delta net: the token itself and those before it",
         maximum=64,
+        meaning=WEIGHTS,
+        needs=DELTA_NETS,
+        megatron=SAME,
     )
     linear_key_head_dim: int = option(
-        128, "size of a query or key head of a gated delta net", maximum=2**12
+        128,
+        "size of a query or key head of a gated delta net",
+        maximum=2**12,
+        meaning=WEIGHTS,
+        needs=DELTA_NETS,
+        megatron=SAME,
     )
     linear_value_head_dim: int = option(
-        128, "size of a value head of a gated delta net", maximum=2**12
+        128,
+        "size of a value head of a gated delta net",
+        maximum=2**12,
+        meaning=WEIGHTS,
+        needs=DELTA_NETS,
+        megatron=SAME,
     )
     linear_num_key_heads: int = option(
-        16, "query and key heads of a gated delta net", maximum=2**12
+        16,
+        "query and key heads of a gated delta net",
+        maximum=2**12,
+        meaning=WEIGHTS,
+        needs=DELTA_NETS,
+        megatron=SAME,
     )
     linear_num_value_heads: int = option(
         32,
         "value heads of a gated delta net; must be a multiple of --linear-num-key-heads",
         maximum=2**12,
+        meaning=WEIGHTS,
+        needs=DELTA_NETS,
+        megatron=SAME,
     )
 
     @property
@@ -94,14 +124,3 @@ class DeltaNetFields:
         if self.experimental_attention_variant is None or self.linear_attention_freq is None:
             return tuple(repeat(False, layers))
         return marked_layers("linear_attention_freq", self.linear_attention_freq, layers)
-
-
-# Fields with the sizes of gated delta nets.
-DELTA_SIZES = (
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-)
-DELTA_NET = ("experimental_attention_variant", "linear_attention_freq", *DELTA_SIZES)

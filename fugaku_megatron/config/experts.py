@@ -1,4 +1,4 @@
-"""Mixture-of-experts fields: model and parallel layout.
+"""Mixture-of-experts fields of the model.
 
 Names and meaning follow Megatron-LM (megatron/core/transformer/transformer_config.py).
 """
@@ -8,8 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import cached_property
 
-from .fields import NOT_NEGATIVE, check, check_positive, option, optional, switch
-from .layer_kinds import marked_layers
+from .fields import (
+    BY_LAYER,
+    COURSE,
+    NOT_NEGATIVE,
+    SAME,
+    WEIGHTS,
+    check,
+    check_positive,
+    option,
+    optional,
+    switch,
+)
+from .layer_kinds import LAYERS, marked_layers
 
 # Values of --moe-router-load-balancing-type.
 NO_BALANCE = "none"
@@ -30,70 +41,130 @@ class ExpertFields:
         "experts of a layer; each token is dispatched to --moe-router-topk experts (default: one MLP "
         "for all tokens)",
         maximum=2**12,
+        meaning=WEIGHTS,
+        megatron=SAME,
     )
     moe_layer_freq: str = option(
         "1",
         "layers with experts: every Nth from the first, or a list of 0 and 1 for all layers, such as "
         "([0]*1+[1]*23)",
+        topic=LAYERS,
+        meaning=WEIGHTS,
+        needs="num_experts",
+        megatron=BY_LAYER,
     )
     moe_ffn_hidden_size: int | None = optional(
-        "width of each expert (default: --ffn-hidden-size)", maximum=2**22
+        "width of each expert (default: --ffn-hidden-size)",
+        maximum=2**22,
+        meaning=WEIGHTS,
+        needs="num_experts",
+        megatron=SAME,
     )
     moe_shared_expert_intermediate_size: int | None = optional(
         "width of a shared expert, applied to every token (default: none)",
         maximum=2**22,
+        meaning=WEIGHTS,
+        needs="num_experts",
+        megatron=SAME,
     )
     moe_shared_expert_gate: bool = switch(
         "multiply the shared expert's output by the sigmoid of a learned score per token, as in "
-        "Qwen2-MoE"
+        "Qwen2-MoE",
+        meaning=WEIGHTS,
+        needs="num_experts",
+        megatron=SAME,
     )
-    moe_router_topk: int = option(2, "number of experts per token", maximum=2**12)
+    moe_router_topk: int = option(
+        2,
+        "number of experts per token",
+        maximum=2**12,
+        meaning=WEIGHTS,
+        needs="num_experts",
+        megatron=SAME,
+    )
     moe_router_score_function: str = option(
         SOFTMAX,
         "function from the router's logits to scores",
         choices=(SOFTMAX, SIGMOID),
+        meaning=WEIGHTS,
+        needs="num_experts",
+        megatron=SAME,
     )
     moe_router_pre_softmax: bool = switch(
         "softmax over all experts, without normalising the scores again over the chosen "
-        "experts; otherwise softmax over the chosen experts"
+        "experts; otherwise softmax over the chosen experts",
+        meaning=WEIGHTS,
+        needs="num_experts",
+        megatron=SAME,
     )
     moe_router_topk_scaling_factor: float | None = optional(
-        "multiply the scores of the chosen experts by this", range=None
+        "multiply the scores of the chosen experts by this",
+        range=None,
+        meaning=WEIGHTS,
+        needs="num_experts",
+        megatron=SAME,
     )
     moe_router_num_groups: int | None = optional(
         "groups of experts; the experts of a token are in its best --moe-router-group-topk groups",
         maximum=2**12,
+        meaning=WEIGHTS,
+        needs="num_experts",
+        megatron=SAME,
     )
     moe_router_group_topk: int | None = optional(
         "groups per token, with --moe-router-num-groups",
         maximum=2**12,
+        meaning=WEIGHTS,
+        needs="num_experts",
+        megatron=SAME,
     )
     moe_router_enable_expert_bias: bool = switch(
         "choose experts by score + bias, and after each iteration raise the bias of experts with fewer "
-        "tokens than the mean: balance without a loss"
+        "tokens than the mean: balance without a loss",
+        meaning=WEIGHTS,
+        needs="num_experts",
+        megatron=SAME,
     )
     moe_router_bias_update_rate: float = option(
-        1e-3, "change of a bias per iteration, with --moe-router-enable-expert-bias"
+        1e-3,
+        "change of a bias per iteration, with --moe-router-enable-expert-bias",
+        meaning=COURSE,
+        needs=("num_experts", "moe_router_enable_expert_bias"),
+        megatron=SAME,
     )
     moe_router_load_balancing_type: tuple[str, ...] = option(
         (AUX,),
         "balancing losses per micro-batch: aux_loss, seq_aux_loss (per sequence) or none; "
         "or sinkhorn, without a loss: training chooses experts evenly",
+        meaning=COURSE,
+        needs="num_experts",
+        megatron=SAME,
     )
-    moe_aux_loss_coeff: tuple[float, ...] = option((0.0,), "factor of each balancing loss")
+    moe_aux_loss_coeff: tuple[float, ...] = option(
+        (0.0,), "factor of each balancing loss", meaning=COURSE, needs="num_experts", megatron=SAME
+    )
     moe_z_loss_coeff: float | None = optional(
         "add this x the mean of (log of the router's softmax denominator)^2 to the loss",
         range=NOT_NEGATIVE,
+        meaning=COURSE,
+        needs="num_experts",
+        megatron=SAME,
     )
     moe_expert_capacity_factor: float | None = optional(
         "an expert processes at most this x the mean number of tokens per expert in a "
         "micro-batch and drops the rest (default: no limit)",
         range=None,
+        meaning=COURSE,
+        needs="num_experts",
+        megatron=SAME,
     )
     moe_token_drop_policy: str = option(
         "probs",
         "tokens that an expert drops: the lowest scores, or the last tokens of the sequence or chat",
         choices=("probs", "position"),
+        meaning=COURSE,
+        needs=("num_experts", "moe_expert_capacity_factor"),
+        megatron=SAME,
     )
 
     def _derive_experts(self, width: int) -> None:
@@ -182,64 +253,3 @@ class ExpertFields:
     def balances(self) -> tuple[tuple[str, float], ...]:
         pairs = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff)
         return tuple((kind, factor) for kind, factor in pairs if kind != NO_BALANCE and factor)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertRanks:
-    """Flags of tensor- and expert-parallel sizes."""
-
-    tensor_model_parallel_size: int = option(
-        1,
-        "ranks that share each layer's matrices (TP)",
-        aliases=("--model-parallel-size",),
-        maximum=2**16,
-    )
-    expert_model_parallel_size: int = option(
-        1,
-        "ranks with different experts (EP): tokens are dispatched to their experts' ranks and combined "
-        "on return; data-parallel ranks, and with --expert-tensor-parallel-size 1 also tensor-parallel ranks",
-        maximum=2**12,
-    )
-    expert_tensor_parallel_size: int | None = optional(
-        "ranks that share each expert's matrices: 1, or the tensor-parallel size (default)",
-        maximum=2**16,
-    )
-
-    def _check_expert_ranks(self, sequence_parallel: bool) -> None:
-        tp = self.tensor_model_parallel_size
-        etp = self.expert_tensor_parallel_size
-        check(
-            etp in (None, 1, tp),
-            f"--expert-tensor-parallel-size {etp} is not supported: pass 1, or "
-            f"--tensor-model-parallel-size, which is {tp}",
-        )
-        check(
-            not self.divides_experts or tp == 1 or sequence_parallel,
-            f"{self.dividing_flag} with --tensor-model-parallel-size "
-            f"{tp} needs --sequence-parallel, so that every rank sends other tokens: pass it",
-        )
-
-    @cached_property
-    def divides_experts(self) -> bool:
-        """True if experts are sharded unlike the other matrices."""
-        tp = self.tensor_model_parallel_size
-        etp = self.expert_tensor_parallel_size
-        return self.expert_model_parallel_size > 1 or etp not in (None, tp)
-
-    @cached_property
-    def dividing_flag(self) -> str:
-        if self.expert_model_parallel_size > 1:
-            return f"--expert-model-parallel-size {self.expert_model_parallel_size}"
-        return f"--expert-tensor-parallel-size {self.expert_tensor_parallel_size}"
-
-
-EXPERTS = tuple(field.name for field in fields(ExpertFields))
-
-# Fields that affect training but not the meaning of the weights.
-BALANCE = (
-    "moe_router_bias_update_rate",
-    "moe_router_load_balancing_type",
-    "moe_aux_loss_coeff",
-    "moe_z_loss_coeff",
-)
-CAPACITY = ("moe_expert_capacity_factor", "moe_token_drop_policy")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .fields import NOT_NEGATIVE, cached_hash, check, check_fields, option, optional, switch
+from .fields import FREE, NOT_NEGATIVE, cached_hash, check, check_fields, option, optional, switch
 
 COMPARISON_INTERVAL = 100  # iterations
 
@@ -20,21 +20,26 @@ class NumbersConfig:
         "optimizer states of data-parallel ranks, parameters replicated over tensor-parallel ranks, and tied "
         "embeddings. They are also compared before every save. 0: never",
         range=NOT_NEGATIVE,
+        meaning=FREE,
     )
     rerun_on_spike: bool = switch(
         "rerun an iteration with a loss spike, Inf or NaN before its update, to distinguish a broken "
         "machine (different bits) from a bad batch (the same bits)",
         aliases=("--check-for-spiky-loss",),
+        meaning=FREE,
     )
     loss_spike_deviations: float = option(
         6.0,
         "a loss spike exceeds the median of the last 50 losses by more than this many standard "
         "deviations, and by 1 %",
+        meaning=FREE,
+        needs="rerun_on_spike",
     )
     abft: tuple[str, ...] | None = optional(
         "layers with checksums of their matmuls, experts included: numbers from 0, or all, which includes the "
         "logits and Muon; attention's own matmuls and routers are not checked. A rank with "
-        "wrong matmuls in three iterations of 100 ends the run"
+        "wrong matmuls in three iterations of 100 ends the run",
+        meaning=FREE,
     )
 
     def __post_init__(self) -> None:

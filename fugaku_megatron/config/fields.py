@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import Field, field, fields
+from dataclasses import MISSING, Field, field, fields
 from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -53,6 +53,49 @@ NOT_NEGATIVE = Range(lambda number: number >= 0, "0 or more")
 FRACTION = Range(lambda number: 0 <= number < 1, "a number from 0 to below 1")
 
 
+class Meaning(NamedTuple):
+    """Meaning of a flag for a run that continues from a checkpoint.
+
+    weights: the value is part of the weights' meaning, and must be the saved one
+    angles: as `weights`, but a run that starts from weights may change it
+    course: the value decides the course of training; a difference is noted
+    length: the value decides the number of samples
+    """
+
+    weights: bool = False
+    angles: bool = False
+    course: bool = False
+    length: bool = False
+
+
+WEIGHTS = Meaning(weights=True)
+ANGLES = Meaning(weights=True, angles=True)
+COURSE = Meaning(course=True)
+LENGTH = Meaning(length=True)
+BATCHES = Meaning(course=True, length=True)
+FREE = Meaning()
+
+# Values of `Declaration.differs`: how widely the ranks of a run agree on a flag.
+BY_STAGE = "stage"
+BY_RANK = "rank"
+
+# Values of `Declaration.megatron`.
+SAME = "same"  # the argument has the field's name and meaning
+OWN_FORM = "own form"  # convert/ writes and reads other arguments
+BY_LAYER = "by layer"  # the argument is a number or a list, and the field is text
+CONSTANT = "constant"  # there is no argument, and --use-rope-scaling means the default
+OTHER_WEIGHTS = (
+    "other weights"  # the argument has the same meaning, and its weights are not converted
+)
+
+
+class Requirement(NamedTuple):
+    """Condition without which a flag has no effect. text: for a message. is_met: takes a `RunConfig`"""
+
+    text: str
+    is_met: Callable[[Any], bool]
+
+
 class Declaration(NamedTuple):
     """A field as the command line and the checks see it.
 
@@ -65,6 +108,16 @@ class Declaration(NamedTuple):
     switches: flag without a value -> the value that it sets
     maximum: of an integer
     range: of a number; None: the class checks it
+    path: kind of the file that a text names; the text is then not empty
+    meaning: for a run that continues from a checkpoint
+    needs: flags and conditions without which the flag has no effect
+    differs: BY_STAGE or BY_RANK if the ranks of a run may have different values
+    drops: fields of a recipe that the flag drops
+    excludes: fields whose values the flag sets itself
+    topic: set of flags that the code treats alike
+    library: replacement in a program with a Trainer, which refuses the flag
+    script: variable of a job script that sets the flag
+    megatron: how an argument of Megatron-LM's checkpoints describes the value; None: only the default can be converted
     """
 
     name: str
@@ -80,28 +133,55 @@ class Declaration(NamedTuple):
     switches: Mapping[str, Any] = MappingProxyType({})
     maximum: int = MAX_NUMBER
     range: Range | None = POSITIVE
+    path: str | None = None
+    meaning: Meaning = FREE
+    needs: tuple[Requirement, ...] = ()
+    differs: str | None = None
+    drops: tuple[str, ...] = ()
+    excludes: tuple[str, ...] = ()
+    topic: str | None = None
+    library: str | None = None
+    script: str | None = None
+    megatron: str | None = None
 
 
-def option(default: Any, help: str, **meta: Any) -> Any:
+def option(default: Any, help: str, **traits: Any) -> Any:
     """Return a dataclass field with its help text.
 
-    meta: aliases (other flag names), and fields of `Declaration`
+    traits: aliases (other flag names); needs, a field, "field=value", `Requirement` or tuple; other fields of `Declaration`
     """
-    return field(default=default, metadata={"help": help, **meta})
+    unknown = traits.keys() - {"aliases", *Declaration._fields}
+    if unknown:
+        raise TypeError(f"{help!r:.60}: a field has no {' and no '.join(sorted(unknown))}")
+    return field(default=default, metadata={"help": help, **traits})
 
 
-def optional(help: str, **meta: Any) -> Any:
+def optional(help: str, **traits: Any) -> Any:
     """Return a field that is None unless it is set or computed from others."""
-    return option(None, help, **meta)
+    return option(None, help, **traits)
 
 
-def switch(help: str, **meta: Any) -> Any:
+def switch(help: str, **traits: Any) -> Any:
     """Return a field that is off by default."""
-    return option(False, help, **meta)
+    return option(False, help, **traits)
 
 
-def required(help: str, **meta: Any) -> Any:
-    return field(metadata={"help": help, **meta})
+def required(help: str, **traits: Any) -> Any:
+    return option(MISSING, help, **traits)
+
+
+def _requirement(need: str | Requirement) -> Requirement:
+    if isinstance(need, Requirement):
+        return need
+    name, equals, value = need.partition("=")
+    if equals:
+        return Requirement(f"{flag(name)} {value}", lambda run: bool(run.values[name] == value))
+    return Requirement(flag(name), lambda run: bool(run.values[name]))
+
+
+def _requirements(needs: Any) -> tuple[Requirement, ...]:
+    alone = isinstance(needs, (str, Requirement))
+    return tuple(map(_requirement, (needs,) if alone else needs))
 
 
 def _element_type(annotation: str) -> str:
@@ -128,10 +208,20 @@ def declarations(config: type) -> tuple[Declaration, ...]:
                 kind=TYPES[kind],
                 default=each.default,
                 flags=(flag(each.name), *meta.pop("aliases", ())),
+                needs=_requirements(meta.pop("needs", ())),
                 **meta,
             )
         )
     return tuple(found)
+
+
+def named(config: type, has: Callable[[Declaration], object]) -> tuple[str, ...]:
+    """Return the names of a config's fields with a trait."""
+    return tuple(each.name for each in declarations(config) if has(each))
+
+
+def of_topic(config: type, topic: str) -> tuple[str, ...]:
+    return named(config, lambda each: each.topic == topic)
 
 
 def cached_hash(cls: type) -> type:
@@ -210,6 +300,10 @@ def check_fields(config: Any) -> None:
             _check_size(declared, number)
         if declared.kind in (int, float) and declared.range and not isinstance(value, tuple):
             _check_range(declared.name, value, declared.range)
+        check(
+            value != "" or not declared.path,
+            f"{flag(declared.name)} is empty: pass a {declared.path}, or leave it out (is a variable unset?)",
+        )
         choices = declared.choices
         check(
             choices is None or value in choices or value is declared.default,

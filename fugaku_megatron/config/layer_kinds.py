@@ -11,6 +11,7 @@ from typing import NamedTuple
 from .fields import check, flag
 
 MAX_PATTERN = 4096  # layers
+LAYERS = "kinds of layers"  # topic of flags that spell them
 
 ATTENTION = "attention"
 GATED_DELTA_NET = "gated_delta_net"

@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from .fields import FRACTION, cached_hash, check, check_fields, option, optional, switch
+from .fields import (
+    COURSE,
+    FRACTION,
+    FREE,
+    cached_hash,
+    check,
+    check_fields,
+    option,
+    optional,
+    switch,
+)
 from .layer_kinds import FC1, FC2, GATED_DELTA_NET, IN_PROJ, MIXERS, OUT_PROJ, PROJ, QKV
 from .model import ModelConfig
 
@@ -51,22 +61,34 @@ class LoraConfig:
         "train only adapters of this rank; the model's weights come from "
         "--pretrained-checkpoint, or from --finetune --load (default: all weights are trained)",
         maximum=2**16,
+        meaning=FREE,
     )
-    lora_alpha: float = option(8.0, "scale adapters by this / rank")
-    lora_dropout: float = option(0.0, "dropout of the adapters' input", range=FRACTION)
+    lora_alpha: float = option(
+        8.0, "scale adapters by this / rank", meaning=COURSE, needs="lora_rank"
+    )
+    lora_dropout: float = option(
+        0.0, "dropout of the adapters' input", range=FRACTION, meaning=COURSE, needs="lora_rank"
+    )
     lora_target: str = option(
         ALL_LINEAR,
         "matrices with an adapter, separated by commas: q_proj, k_proj, v_proj, o_proj, gate_proj, "
         "up_proj, down_proj as in peft, and of gated delta nets in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, out_proj; "
         "linear_qkv, linear_proj, linear_fc1, linear_fc2, in_proj, with one adapter for all their matrices; in_proj_qkvz, "
         "in_proj_ba with one for two of them, as in Qwen3-Next; or all-linear, all of peft's",
+        meaning=FREE,
+        needs="lora_rank",
     )
     lora_base_format: str | None = optional(
         "with --lora-rank, storage of the frozen weights of the linear layers: int8, eight bits with a "
         "BF16 scale per 64 numbers, rounded on loading (default: the model's own format)",
         choices=BASE_FORMATS,
+        meaning=COURSE,
     )
-    lora_use_rslora: bool = switch("scale adapters by alpha / sqrt(rank) instead of alpha / rank")
+    lora_use_rslora: bool = switch(
+        "scale adapters by alpha / sqrt(rank) instead of alpha / rank",
+        meaning=COURSE,
+        needs="lora_rank",
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -6,21 +6,29 @@ Legend: h hidden size, n heads, g query groups, d head size, f MLP width.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import repeat
-from typing import NamedTuple
 
-from .delta_net import DELTA_NET, DeltaNetFields
-from .experts import BALANCE, CAPACITY, EXPERTS, ExpertFields
+from .delta_net import DeltaNetFields
+from .experts import ExpertFields
 from .fields import (
+    ANGLES,
+    BY_LAYER,
+    CONSTANT,
+    COURSE,
     FRACTION,
-    FieldValues,
+    FREE,
+    OTHER_WEIGHTS,
+    OWN_FORM,
+    SAME,
+    WEIGHTS,
+    Requirement,
     cached_hash,
     check,
     check_fields,
     flag,
+    of_topic,
     option,
     optional,
     required,
@@ -31,6 +39,7 @@ from .layer_kinds import (
     EXPERTS_SYMBOL,
     GATED_DELTA_NET,
     GLOBAL,
+    LAYERS,
     LOCAL,
     MIXERS,
     MLP_SYMBOLS,
@@ -38,137 +47,33 @@ from .layer_kinds import (
     layer_symbols,
     marked_layers,
 )
+from .rows import (
+    ACTIVATIONS,
+    COUNTED,
+    FFN_MULTIPLE,
+    HEAD_MULTIPLE,
+    LEARNABLE,
+    LEARNED,
+    MASKED,
+    MLP_OF_EXPERTS,
+    NORM_PLACEMENTS,
+    NORMS,
+    OFF_BY_ONE,
+    POSITION_TYPES,
+    RMS_NORM,
+    ROPE,
+    UNRESOLVED,
+    VANILLA,
+    YARN,
+    NormPlacement,
+)
 from .rules import check_rules
 
-Q8_BLOCK = 64  # neighbouring input columns of a weight in eight bits that share a scale
+YARN_DETAILS = "details of yarn"  # topic of numbers besides its factor and length
+SCALING = "scaling of rope"  # topic of flags that exclude each other
 
-
-@dataclass(frozen=True, kw_only=True)
-class NormPart:
-    """A norm over the hidden dimension.
-
-    layer: "module:class", a subclass of `nn.layers.Norm` imported when a stage is built
-    vectors: parameters with h elements each
-    statistics: FP32 numbers per row that backward needs in addition to the input
-    kernel: name in the C++ kernels, which then also norm queries and keys; None: `layer` computes the norm with torch
-    """
-
-    layer: str
-    vectors: int
-    statistics: int
-    kernel: str | None = None
-
-
-LAYER_NORM = "layer_norm"
-RMS_NORM = "rms_norm"
-NORMS = {
-    "LayerNorm": NormPart(
-        layer="fugaku_megatron.nn.layers:LayerNorm", vectors=2, statistics=2, kernel=LAYER_NORM
-    ),
-    "RMSNorm": NormPart(
-        layer="fugaku_megatron.nn.layers:RMSNorm", vectors=1, statistics=1, kernel=RMS_NORM
-    ),
-    "PlainLayerNorm": NormPart(
-        layer="fugaku_megatron.nn.layers:PlainLayerNorm", vectors=0, statistics=2
-    ),
-    "LayerNormWithoutBias": NormPart(
-        layer="fugaku_megatron.nn.layers:LayerNormWithoutBias", vectors=1, statistics=2
-    ),
-}
-
-
-class NormPlacement(NamedTuple):
-    """Norms around attention and around the MLP.
-
-    before: their input is normalised
-    after: their output is normalised before it is added to the residual
-    """
-
-    before: bool
-    after: bool
-
-
-NORM_PLACEMENTS = {
-    "pre": NormPlacement(before=True, after=False),
-    "post": NormPlacement(before=False, after=True),
-    "both": NormPlacement(before=True, after=True),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ActivationPart:
-    """An activation between an MLP's two matmuls.
-
-    functions: "module:name", a `nn.ops.activation.Functions` imported when a stage is built
-    gated: the first matmul has two outputs, gates and the values that they multiply
-    kernel: name in the C++ kernels; None: torch computes the activation, also between C++ matmuls
-    flag: field that selects the activation; None: --activation-func selects it by name
-    settings: fields whose values the functions take
-    parameters: scalars that each layer trains, and the value at which they start
-    """
-
-    functions: str
-    gated: bool = False
-    kernel: str | None = None
-    flag: str | None = None
-    settings: tuple[str, ...] = ()
-    parameters: Mapping[str, float] = field(default_factory=dict)
-
-
-def inverse_softplus(x: float) -> float:
-    return math.log(math.expm1(x))
-
-
-_FUNCTIONS = "fugaku_megatron.nn.ops.activation"
-# xIELU's parameters and their softplus in the beginning (Huang and Schlag 2024, arXiv:2411.13010).
-XIELU = {"alpha_p": 0.8, "alpha_n": 0.3}
-ACTIVATIONS = {
-    "swiglu": ActivationPart(
-        functions=f"{_FUNCTIONS}:SWIGLU", gated=True, kernel="silu", flag="swiglu"
-    ),
-    "geglu": ActivationPart(
-        functions=f"{_FUNCTIONS}:GEGLU", gated=True, kernel="gelu", flag="geglu"
-    ),
-    "quick_geglu": ActivationPart(
-        functions=f"{_FUNCTIONS}:QUICK_GEGLU",
-        gated=True,
-        flag="quick_geglu",
-        settings=("activation_func_clamp_value", "glu_linear_offset"),
-    ),
-    "xielu": ActivationPart(
-        functions=f"{_FUNCTIONS}:XIELU",
-        flag="xielu",
-        parameters={name: inverse_softplus(start) for name, start in XIELU.items()},
-    ),
-    "squared_relu": ActivationPart(
-        functions=f"{_FUNCTIONS}:SQUARED_RELU", kernel="squared_relu", flag="squared_relu"
-    ),
-    "gelu": ActivationPart(functions=f"{_FUNCTIONS}:GELU", kernel="gelu", flag="openai_gelu"),
-    "gelu_exact": ActivationPart(
-        functions=f"{_FUNCTIONS}:GELU_EXACT", kernel="gelu_exact", flag="no_bias_gelu_fusion"
-    ),
-}
-
-# Values of --softmax-type.
-VANILLA = "vanilla"
-OFF_BY_ONE = "off-by-one"
-LEARNABLE = "learnable"
-
-MLP_OF_EXPERTS = "experts"  # in place of an activation, in a layer with experts
-
-# Values of --mask-vocab-padding.
-UNRESOLVED = "auto"
-MASKED = "yes"
-COUNTED = "no"
-
-LEARNED = "learned_absolute"
-ROPE = "rope"
-YARN = "yarn"
-NO_POSITIONS = "none"
-POSITION_TYPES = (LEARNED, ROPE, YARN, NO_POSITIONS)
-
-FFN_MULTIPLE = 64  # the default width of a gated MLP is a multiple, as in Megatron-LM
-HEAD_MULTIPLE = 4  # the C++ attention kernels take head sizes that are a multiple
+ROTARY = Requirement("--position-embedding-type rope or yarn", lambda run: run.model.rotary)
+GELU = Requirement("a GELU in the MLP", lambda run: ACTIVATIONS[run.model.activation].gelu)
 
 
 @cached_hash
@@ -179,108 +84,210 @@ class ModelConfig(ExpertFields, DeltaNetFields):
     # A field of type int with default None is computed from other fields, and never None afterwards.
 
     num_layers: int = required(
-        "number of transformer layers", maximum=4096, aliases=("--encoder-num-layers",)
+        "number of transformer layers",
+        maximum=4096,
+        aliases=("--encoder-num-layers",),
+        meaning=WEIGHTS,
+        megatron=SAME,
     )
     layer_types: str | None = optional(
         "symbols of each layer, separated by commas: * an attention, - an MLP, E experts, or an attention and one of both, such as "
-        "'*,*-,-'; --hybrid-layer-pattern sets it (default: every layer has both, with experts by --moe-layer-freq)"
+        "'*,*-,-'; --hybrid-layer-pattern sets it (default: every layer has both, with experts by --moe-layer-freq)",
+        topic=LAYERS,
+        meaning=WEIGHTS,
+        megatron=OWN_FORM,
     )
-    hidden_size: int = required("width h of the residual stream", maximum=2**20)
+    hidden_size: int = required(
+        "width h of the residual stream",
+        maximum=2**20,
+        meaning=WEIGHTS,
+        drops=(
+            "ffn_hidden_size",
+            "kv_channels",
+        ),
+        megatron=SAME,
+    )
     num_attention_heads: int = required(
-        "number of attention heads; must divide --hidden-size", maximum=2**16
+        "number of attention heads; must divide --hidden-size",
+        maximum=2**16,
+        meaning=WEIGHTS,
+        drops=("kv_channels",),
+        megatron=SAME,
     )
-    ffn_hidden_size: int = optional("width of the MLP (default: 4 x hidden size)", maximum=2**22)
+    ffn_hidden_size: int = optional(
+        "width of the MLP (default: 4 x hidden size)", maximum=2**22, meaning=WEIGHTS, megatron=SAME
+    )
     seq_length: int = required(
-        "tokens per sample, s", maximum=2**22, aliases=("--encoder-seq-length",)
+        "tokens per sample, s",
+        maximum=2**22,
+        aliases=("--encoder-seq-length",),
+        meaning=COURSE,
+        drops=("max_position_embeddings",),
+        megatron=SAME,
     )
     max_position_embeddings: int = optional(
-        "rows of the position embedding (default: --seq-length)", maximum=2**22
+        "rows of the position embedding (default: --seq-length)",
+        maximum=2**22,
+        meaning=WEIGHTS,
+        megatron=SAME,
     )
     vocab_size: int | None = optional(
-        "vocabulary before padding (default: the tokenizer's)", maximum=2**26
+        "vocabulary before padding (default: the tokenizer's)",
+        maximum=2**26,
+        meaning=WEIGHTS,
+        megatron=OWN_FORM,
     )
     make_vocab_size_divisible_by: int = option(
-        128, "pad the vocabulary to a multiple of this x tensor-parallel size"
+        128,
+        "pad the vocabulary to a multiple of this x tensor-parallel size",
+        meaning=FREE,
+        megatron=OWN_FORM,
     )
     padded_vocab_size: int | None = optional(
         "rows of the padded vocabulary, instead of --make-vocab-size-divisible-by",
         maximum=2**26,
+        meaning=FREE,
+        megatron=OWN_FORM,
     )
     mask_vocab_padding: str = option(
         UNRESOLVED,
         "exclude padding rows of the vocabulary from the softmax, which Megatron-LM includes: losses then do not depend on "
         "their number; auto: yes, and a resumed run that includes them still does while their number is the same",
         choices=(UNRESOLVED, MASKED, COUNTED),
+        meaning=COURSE,
+        megatron=OWN_FORM,
     )
-    init_method_std: float = option(0.02, "standard deviation of the initial weights")
+    init_method_std: float = option(
+        0.02, "standard deviation of the initial weights", meaning=FREE, megatron=SAME
+    )
     normalization: str = option(
         "LayerNorm",
         "norms of the layers, and after the last layer; PlainLayerNorm has no weights",
+        meaning=WEIGHTS,
+        megatron=SAME,
     )
     norm_placement: str = option(
         "pre",
         "norms of the input of attention and of the MLP (pre), of their output before it is added "
         "to the residual, as in OLMo 2 (post), or of both, as in Gemma 2",
         choices=tuple(NORM_PLACEMENTS),
+        meaning=WEIGHTS,
     )
-    apply_layernorm_1p: bool = switch("norms multiply by 1 + their weight, which starts at 0")
-    disable_bias_linear: bool = switch("no biases in the linear layers of the blocks")
-    layernorm_epsilon: float = option(1e-5, "epsilon of the norms", aliases=("--norm-epsilon",))
+    apply_layernorm_1p: bool = switch(
+        "norms multiply by 1 + their weight, which starts at 0", meaning=WEIGHTS, megatron=SAME
+    )
+    disable_bias_linear: bool = switch(
+        "no biases in the linear layers of the blocks", meaning=WEIGHTS, megatron=OWN_FORM
+    )
+    layernorm_epsilon: float = option(
+        1e-5, "epsilon of the norms", aliases=("--norm-epsilon",), meaning=WEIGHTS, megatron=SAME
+    )
     hidden_dropout: float = option(
-        0.1, "dropout on embeddings and on the output of each sub-layer", range=FRACTION
+        0.1,
+        "dropout on embeddings and on the output of each sub-layer",
+        range=FRACTION,
+        meaning=COURSE,
+        megatron=SAME,
     )
-    attention_dropout: float = option(0.1, "dropout on attention probabilities", range=FRACTION)
+    attention_dropout: float = option(
+        0.1, "dropout on attention probabilities", range=FRACTION, meaning=COURSE, megatron=SAME
+    )
     swiglu: bool = switch(
-        "the MLP is W2 (silu(Wg x) * (Wv x)); --ffn-hidden-size is then 8/3 x hidden size by default"
+        "the MLP is W2 (silu(Wg x) * (Wv x)); --ffn-hidden-size is then 8/3 x hidden size by default",
+        meaning=WEIGHTS,
+        megatron=SAME,
     )
     geglu: bool = switch(
         "the MLP is W2 (gelu(Wg x) * (Wv x)) with the tanh form of the GELU; its default width is as with "
-        "--swiglu"
+        "--swiglu",
+        meaning=WEIGHTS,
     )
     quick_geglu: bool = switch(
         "the MLP is W2 (g sigmoid(1.702 g) * (Wv x + --glu-linear-offset)), g = Wg x; its default width is "
-        "as with --swiglu"
+        "as with --swiglu",
+        meaning=WEIGHTS,
+        megatron=OTHER_WEIGHTS,
     )
-    glu_linear_offset: float = option(0.0, "see --quick-geglu", range=None)
+    glu_linear_offset: float = option(
+        0.0, "see --quick-geglu", range=None, meaning=WEIGHTS, megatron=OTHER_WEIGHTS
+    )
     activation_func_clamp_value: float | None = optional(
-        "limit of --quick-geglu: gates are at most this, values at most this in size"
+        "limit of --quick-geglu: gates are at most this, values at most this in size",
+        meaning=WEIGHTS,
+        megatron=OTHER_WEIGHTS,
     )
     xielu: bool = switch(
-        "the MLP is W2 xielu(W1 x), with two scalars that each layer trains, as in Apertus"
+        "the MLP is W2 xielu(W1 x), with two scalars that each layer trains, as in Apertus",
+        meaning=WEIGHTS,
     )
-    squared_relu: bool = switch("the MLP is W2 relu(W1 x)^2, instead of the GELU")
+    squared_relu: bool = switch(
+        "the MLP is W2 relu(W1 x)^2, instead of the GELU", meaning=WEIGHTS, megatron=SAME
+    )
     activation_func: str | None = optional(
         "the MLP's activation, by the name of a row that a program has added to ACTIVATIONS "
-        "(docs/extending.md)"
+        "(docs/extending.md)",
+        meaning=WEIGHTS,
     )
     bias_gelu_fusion: bool = option(
         True,
         "the MLP's GELU is its tanh form, which Megatron-LM's fused kernel computes; without this flag, "
         "or with --disable-bias-linear, it is the exact GELU, as in Megatron-LM",
+        meaning=WEIGHTS,
+        needs=GELU,
+        megatron=SAME,
     )
-    openai_gelu: bool = switch("the MLP's GELU is its tanh form in any case")
+    openai_gelu: bool = switch(
+        "the MLP's GELU is its tanh form in any case", meaning=WEIGHTS, needs=GELU, megatron=SAME
+    )
     use_z_loss: bool = switch(
-        "add --z-loss-strength x (log of the softmax's denominator)^2 to each token's training loss"
+        "add --z-loss-strength x (log of the softmax's denominator)^2 to each token's training loss",
+        meaning=COURSE,
+        megatron=SAME,
     )
-    z_loss_strength: float = option(1e-4, "the factor of --use-z-loss", aliases=("--z-loss-coeff",))
-    group_query_attention: bool = switch("groups of heads share a key and a value")
+    z_loss_strength: float = option(
+        1e-4,
+        "the factor of --use-z-loss",
+        aliases=("--z-loss-coeff",),
+        meaning=COURSE,
+        needs="use_z_loss",
+        megatron=SAME,
+    )
+    group_query_attention: bool = switch(
+        "groups of heads share a key and a value", meaning=WEIGHTS, megatron=SAME
+    )
     num_query_groups: int | None = optional(
-        "groups g of heads, for --group-query-attention (default: 1)", maximum=2**16
+        "groups g of heads, for --group-query-attention (default: 1)",
+        maximum=2**16,
+        meaning=WEIGHTS,
+        needs="group_query_attention",
+        megatron=SAME,
     )
     kv_channels: int = optional(
-        "size d of a head (default: hidden size / attention heads)", maximum=2**16
+        "size d of a head (default: hidden size / attention heads)",
+        maximum=2**16,
+        meaning=WEIGHTS,
+        megatron=SAME,
     )
     add_qkv_bias: bool = switch(
-        "biases of queries, keys and values, also with --disable-bias-linear"
+        "biases of queries, keys and values, also with --disable-bias-linear",
+        meaning=WEIGHTS,
+        megatron=SAME,
     )
-    qk_layernorm: bool = switch("normalise each query and each key over its head's d elements")
+    qk_layernorm: bool = switch(
+        "normalise each query and each key over its head's d elements",
+        meaning=WEIGHTS,
+        megatron=SAME,
+    )
     qk_layernorm_all_heads: bool = switch(
         "the norms of --qk-layernorm are over the elements of all heads, with one weight per "
-        "element, as in OLMoE"
+        "element, as in OLMoE",
+        meaning=WEIGHTS,
     )
     attention_output_gate: bool = switch(
         "multiply attention's output by the sigmoid of gates that the query projection computes, as "
-        "in Qwen3-Next"
+        "in Qwen3-Next",
+        meaning=WEIGHTS,
+        megatron=SAME,
     )
     position_embedding_type: str = option(
         LEARNED,
@@ -288,104 +295,198 @@ class ModelConfig(ExpertFields, DeltaNetFields):
         "sequences longer than those of pretraining), or none",
         choices=POSITION_TYPES,
         switches={"--use-rotary-position-embeddings": ROPE},
+        meaning=ANGLES,
+        megatron=OWN_FORM,
     )
     rotary_base: float = option(
-        10000.0, "base of the wavelengths of rope", aliases=("--rope-theta",)
+        10000.0,
+        "base of the wavelengths of rope",
+        aliases=("--rope-theta",),
+        meaning=ANGLES,
+        needs=ROTARY,
+        megatron=SAME,
     )
     rotary_percent: float = option(
-        1.0, "share of a head's elements that rope rotates, the first ones"
+        1.0,
+        "share of a head's elements that rope rotates, the first ones",
+        meaning=WEIGHTS,
+        needs="position_embedding_type=rope",
+        megatron=SAME,
     )
     rotary_interleaved: bool = switch(
-        "rope rotates pairs of neighbouring elements, instead of elements half the rotated size apart"
+        "rope rotates pairs of neighbouring elements, instead of elements half the rotated size apart",
+        meaning=WEIGHTS,
+        needs="position_embedding_type=rope",
+        megatron=SAME,
     )
     rotary_seq_len_interpolation_factor: float | None = optional(
-        "divide rope's positions by this (linear scaling)"
+        "divide rope's positions by this (linear scaling)",
+        topic=SCALING,
+        meaning=ANGLES,
+        needs="position_embedding_type=rope",
+        megatron=SAME,
     )
-    rotary_scaling_factor: float = option(1.0, "factor by which yarn lengthens long wavelengths")
+    rotary_scaling_factor: float = option(
+        1.0,
+        "factor by which yarn lengthens long wavelengths",
+        meaning=ANGLES,
+        needs="position_embedding_type=yarn",
+        megatron=SAME,
+    )
     yarn_original_max_position_embeddings: int = option(
-        4096, "sequence length of the model before yarn", maximum=2**22
+        4096,
+        "sequence length of the model before yarn",
+        maximum=2**22,
+        meaning=ANGLES,
+        needs="position_embedding_type=yarn",
+        megatron=SAME,
     )
     yarn_beta_fast: float = option(
         32.0,
         "wavelengths with at least this many rotations in the original length are unchanged",
+        topic=YARN_DETAILS,
+        meaning=ANGLES,
+        needs="position_embedding_type=yarn",
+        megatron=SAME,
     )
     yarn_beta_slow: float = option(
         1.0,
         "wavelengths with at most this many rotations in the original length are lengthened by the whole factor",
+        topic=YARN_DETAILS,
+        meaning=ANGLES,
+        needs="position_embedding_type=yarn",
+        megatron=SAME,
     )
     yarn_correction_range_round_to_int: bool = option(
-        True, "round the indices of these two wavelengths outwards"
+        True,
+        "round the indices of these two wavelengths outwards",
+        topic=YARN_DETAILS,
+        meaning=ANGLES,
+        needs="position_embedding_type=yarn",
+        megatron=SAME,
     )
     mscale: float = option(
         1.0,
         "yarn multiplies queries and keys by (0.1 x this x ln(factor) + 1) / "
         "(0.1 x --mscale-all-dim x ln(factor) + 1)",
         range=None,
+        topic=YARN_DETAILS,
+        meaning=ANGLES,
+        needs="position_embedding_type=yarn",
+        megatron=SAME,
     )
-    mscale_all_dim: float = option(0.0, "see --mscale", range=None)
+    mscale_all_dim: float = option(
+        0.0,
+        "see --mscale",
+        range=None,
+        topic=YARN_DETAILS,
+        meaning=ANGLES,
+        needs="position_embedding_type=yarn",
+        megatron=SAME,
+    )
     use_rope_scaling: bool = switch(
-        "lengthen rope's long wavelengths as Llama 3.1 does, for longer sequences"
+        "lengthen rope's long wavelengths as Llama 3.1 does, for longer sequences",
+        topic=SCALING,
+        meaning=ANGLES,
+        needs="position_embedding_type=rope",
+        megatron=SAME,
     )
-    rope_scaling_factor: float = option(8.0, "factor of --use-rope-scaling")
+    rope_scaling_factor: float = option(
+        8.0, "factor of --use-rope-scaling", meaning=ANGLES, needs="use_rope_scaling", megatron=SAME
+    )
     rope_scaling_low_freq_factor: float = option(
-        1.0, "wavelengths of at least original length / this are lengthened by the whole factor"
+        1.0,
+        "wavelengths of at least original length / this are lengthened by the whole factor",
+        meaning=ANGLES,
+        needs="use_rope_scaling",
+        megatron=CONSTANT,
     )
     rope_scaling_high_freq_factor: float = option(
-        4.0, "wavelengths of at most original length / this are unchanged"
+        4.0,
+        "wavelengths of at most original length / this are unchanged",
+        meaning=ANGLES,
+        needs="use_rope_scaling",
+        megatron=CONSTANT,
     )
     rope_scaling_original_max_position_embeddings: int = option(
         8192,
         "sequence length of the model before --use-rope-scaling or --rope-dynamic-factor",
         maximum=2**22,
+        meaning=ANGLES,
+        needs="position_embedding_type=rope",
+        megatron=CONSTANT,
     )
     rope_dynamic_factor: float | None = optional(
         "dynamic NTK scaling: raise rope's base by this factor with the length beyond the original one; the length "
-        "is that of the sequence, or of a chat or document with its own positions"
+        "is that of the sequence, or of a chat or document with its own positions",
+        topic=SCALING,
+        meaning=ANGLES,
+        needs="position_embedding_type=rope",
     )
     untie_embeddings_and_output_weights: bool = switch(
-        "the logits have their own weight instead of the word embedding's"
+        "the logits have their own weight instead of the word embedding's",
+        meaning=WEIGHTS,
+        megatron=SAME,
     )
     window_size: str | None = optional(
-        "LEFT,0: a token attends to itself and LEFT tokens before it (Mistral's window - 1), not to all"
+        "LEFT,0: a token attends to itself and LEFT tokens before it (Mistral's window - 1), not to all",
+        meaning=WEIGHTS,
+        megatron=OWN_FORM,
     )
     window_attn_skip_freq: str | None = optional(
         "layers without --window-size: every Nth, or a list of 1 (window) and 0 (no window) for all "
-        "layers, such as ([1]*3+[0])*6 (default: no layer)"
+        "layers, such as ([1]*3+[0])*6 (default: no layer)",
+        topic=LAYERS,
+        meaning=WEIGHTS,
+        megatron=BY_LAYER,
     )
     window_rotary_base: float | None = optional(
         "base of rope in layers with a window, where no scaling applies, as in Gemma 3 and OLMo 3 "
-        "(default: rope is the same in all layers)"
+        "(default: rope is the same in all layers)",
+        meaning=ANGLES,
     )
     no_rope_freq: str | None = optional(
         "layers without rope: every Nth, or a list of 1 (no rope) and 0 (rope) for all layers, such "
-        "as ([0]*3+[1])*6 (default: no layer)"
+        "as ([0]*3+[1])*6 (default: no layer)",
+        topic=LAYERS,
+        meaning=WEIGHTS,
+        megatron=BY_LAYER,
     )
     parallel_residual: bool = switch(
         "attention and the MLP both read the layer's input, each through its own norm, and "
-        "both results are added to that input"
+        "both results are added to that input",
+        meaning=WEIGHTS,
     )
     parallel_shared_norm: bool = switch(
-        "attention and the MLP of --parallel-residual read the same norm, as in Cohere's models"
+        "attention and the MLP of --parallel-residual read the same norm, as in Cohere's models",
+        meaning=WEIGHTS,
+        megatron=SAME,
     )
     softmax_type: str = option(
         VANILLA,
         "denominator of attention's softmax: the sum over the keys, or 1 more (off-by-one), or exp of a score "
         "more that each head trains (learnable), as in gpt-oss",
         choices=(VANILLA, OFF_BY_ONE, LEARNABLE),
+        meaning=WEIGHTS,
+        megatron=OTHER_WEIGHTS,
     )
-    embedding_multiplier: float = option(1.0, "multiply the word embeddings by this")
+    embedding_multiplier: float = option(
+        1.0, "multiply the word embeddings by this", meaning=WEIGHTS
+    )
     residual_multiplier: float = option(
-        1.0, "multiply the outputs of attention and the MLP by this"
+        1.0, "multiply the outputs of attention and the MLP by this", meaning=WEIGHTS
     )
     attention_multiplier: float | None = optional(
-        "multiply the attention scores by this (default: 1 / sqrt of the head size)"
+        "multiply the attention scores by this (default: 1 / sqrt of the head size)",
+        meaning=WEIGHTS,
     )
-    logits_scaling: float = option(1.0, "divide the logits by this")
+    logits_scaling: float = option(1.0, "divide the logits by this", meaning=WEIGHTS)
     attn_logit_softcapping: float | None = optional(
-        "replace attention scores x by this x tanh(x / this), as in Gemma 2; torch computes attention"
+        "replace attention scores x by this x tanh(x / this), as in Gemma 2; torch computes attention",
+        meaning=WEIGHTS,
     )
     final_logit_softcapping: float | None = optional(
-        "replace logits x by this x tanh(x / this), as in Gemma 2"
+        "replace logits x by this x tanh(x / this), as in Gemma 2", meaning=WEIGHTS
     )
 
     def __post_init__(self) -> None:
@@ -528,7 +629,7 @@ class ModelConfig(ExpertFields, DeltaNetFields):
             f"--rotary-percent is {self.rotary_percent}: pass a number above 0, and 1 at most",
         )
         yarn = self.position_embedding_type == YARN
-        chosen = [flag(name) for name in SCALINGS if getattr(self, name)]
+        chosen = [flag(name) for name in of_topic(ModelConfig, SCALING) if getattr(self, name)]
         if yarn:
             chosen.append(f"--position-embedding-type {YARN}")
         check(
@@ -792,142 +893,3 @@ def _window_size(text: str) -> str | None:
         "before itself that a token sees, and none after it, such as 4095,0",
     )
     return None if left == -1 else f"{left},0"
-
-
-# Fields that scale rope's angles; at most one is set.
-SCALINGS = ("use_rope_scaling", "rotary_seq_len_interpolation_factor", "rope_dynamic_factor")
-
-# Fields used by --use-rope-scaling; the last one also by --rope-dynamic-factor.
-ROPE_SCALING = (
-    "rope_scaling_factor",
-    "rope_scaling_low_freq_factor",
-    "rope_scaling_high_freq_factor",
-    "rope_scaling_original_max_position_embeddings",
-)
-
-# Fields used by --position-embedding-type yarn.
-YARN_SCALING = (
-    "rotary_scaling_factor",
-    "yarn_original_max_position_embeddings",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-    "yarn_correction_range_round_to_int",
-    "mscale",
-    "mscale_all_dim",
-)
-
-# Fields that set rotary angles. A run that starts from weights may change them, to train for longer sequences.
-ANGLES = (
-    "position_embedding_type",
-    "rotary_base",
-    "window_rotary_base",
-    *SCALINGS,
-    *ROPE_SCALING,
-    *YARN_SCALING,
-)
-
-# Fields of a block unlike GPT-2's, whose values are the defaults; programs before these flags saved none of them.
-BLOCK = (
-    "apply_layernorm_1p",
-    "swiglu",
-    "geglu",
-    "activation_func",
-    "quick_geglu",
-    "glu_linear_offset",
-    "activation_func_clamp_value",
-    "xielu",
-    "softmax_type",
-    "parallel_residual",
-    "embedding_multiplier",
-    "residual_multiplier",
-    "attention_multiplier",
-    "logits_scaling",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "squared_relu",
-    "bias_gelu_fusion",
-    "openai_gelu",
-    "group_query_attention",
-    "num_query_groups",
-    "kv_channels",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "qk_layernorm_all_heads",
-    "attention_output_gate",
-    *ANGLES,
-    "rotary_percent",
-    "rotary_interleaved",
-    "untie_embeddings_and_output_weights",
-    "window_size",
-    "norm_placement",
-    "parallel_shared_norm",
-    "layer_types",
-    "window_attn_skip_freq",
-    "no_rope_freq",
-    *DELTA_NET,
-    *(name for name in EXPERTS if name not in (*BALANCE, *CAPACITY)),
-)
-
-# Fields that give a checkpoint's weights their meaning: a run that loads them must have the same values.
-ARCHITECTURE = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "ffn_hidden_size",
-    "max_position_embeddings",
-    "vocab_size",
-    "normalization",
-    "disable_bias_linear",
-    "layernorm_epsilon",
-    *BLOCK,
-)
-
-
-# Fields that spell the kind of each layer, in several ways.
-LAYERS = (
-    "layer_types",
-    "moe_layer_freq",
-    "experimental_attention_variant",
-    "linear_attention_freq",
-    "window_attn_skip_freq",
-    "no_rope_freq",
-)
-
-
-def architecture(
-    model: ModelConfig, saved: FieldValues | None = None, begins: bool = False
-) -> FieldValues:
-    """Return the fields in ARCHITECTURE; the sequence length only if it is a weight's shape.
-
-    saved: model of the weights to load; its spelling is used if the layers are the same
-    begins: a run starts from the weights; omit the fields in ANGLES, which the run may change
-    """
-    free: tuple[str, ...] = ()
-    if saved and begins and model.rotary and saved.get("position_embedding_type") in (ROPE, YARN):
-        free = ANGLES
-    if not model.learned_positions:
-        free = (*free, "max_position_embeddings")
-    model = _spelled(model, saved or {})
-    return {name: getattr(model, name) for name in ARCHITECTURE if name not in free}
-
-
-def _spelled(model: ModelConfig, saved: FieldValues) -> ModelConfig:
-    """Return the model with the saved fields for its layers if they describe the same layers."""
-    texts = {name: saved[name] for name in LAYERS if name in saved}
-    try:
-        other = replace(model, **texts)
-        return other if other.layer_kinds == model.layer_kinds else model
-    except ValueError:  # of another number of layers
-        return model
-
-
-def with_block(saved: FieldValues) -> FieldValues:
-    before = {
-        "mask_vocab_padding": COUNTED,
-        **{f.name: f.default for f in fields(ModelConfig) if f.name in BLOCK},
-    }
-    if saved.get("disable_bias_linear") and not saved.get("swiglu"):
-        before["openai_gelu"] = True  # older programs computed the tanh form
-    if {"hidden_size", "num_attention_heads"} <= saved.keys():
-        before["kv_channels"] = saved["hidden_size"] // saved["num_attention_heads"]
-    return {**before, **saved}

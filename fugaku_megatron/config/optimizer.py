@@ -7,8 +7,11 @@ from functools import cached_property
 
 from .decay_shapes import LEARNING_RATE, SHAPES, WEIGHT_DECAY, WSD
 from .fields import (
+    COURSE,
     FRACTION,
+    FREE,
     NOT_NEGATIVE,
+    Requirement,
     RowNames,
     cached_hash,
     check,
@@ -49,16 +52,8 @@ OPTIMIZERS = {
 }
 # Coefficients of the Newton-Schulz iteration -> number of steps with different coefficients.
 MUON_COEFFICIENTS = {"quintic": 5, "simple": 1}
-MUON_FLAGS = (
-    "muon_momentum",
-    "muon_nesterov",
-    "muon_no_split_qkv",
-    "muon_scale_mode",
-    "muon_extra_scale_factor",
-    "muon_coefficient_type",
-    "muon_num_ns_steps",
-    "muon_tp_mode",
-)
+
+MUON = Requirement("--optimizer muon", lambda run: run.optimizer.muon)
 
 
 @cached_hash
@@ -71,130 +66,217 @@ class OptimizerConfig:
         "adam: AdamW for all weights; muon: orthogonal updates of matrices, and AdamW for embeddings, the "
         "logits' weight, biases and norms; dist_muon: the same with --use-distributed-optimizer",
         choices=RowNames(OPTIMIZERS),
+        meaning=COURSE,
     )
-    muon_momentum: float = option(0.9, "decay of Muon's momentum", range=FRACTION)
-    muon_nesterov: bool = switch("Nesterov momentum for Muon", aliases=("--muon-use-nesterov",))
+    muon_momentum: float = option(
+        0.9, "decay of Muon's momentum", range=FRACTION, meaning=COURSE, needs=MUON
+    )
+    muon_nesterov: bool = switch(
+        "Nesterov momentum for Muon", aliases=("--muon-use-nesterov",), meaning=COURSE, needs=MUON
+    )
     muon_no_split_qkv: bool = switch(
-        "treat a layer's queries, keys and values as one matrix for Muon"
+        "treat a layer's queries, keys and values as one matrix for Muon",
+        meaning=COURSE,
+        needs=MUON,
     )
     muon_scale_mode: str = option(
         "spectral",
         "factor of Muon's orthogonal update: spectral, the root of the longer side; "
         "unit_rms_norm, the root of rows / columns; shape_scaling, the same, but at least 1",
         choices=("spectral", "unit_rms_norm", "shape_scaling"),
+        meaning=COURSE,
+        needs=MUON,
     )
     muon_extra_scale_factor: float = option(
-        1.0, "additional factor; 0.2 with spectral makes updates as large as AdamW's"
+        1.0,
+        "additional factor; 0.2 with spectral makes updates as large as AdamW's",
+        meaning=COURSE,
+        needs=MUON,
     )
     muon_coefficient_type: str = option(
         "quintic",
         "coefficients of the Newton-Schulz iteration",
         choices=tuple(MUON_COEFFICIENTS),
+        meaning=COURSE,
+        needs=MUON,
     )
     muon_num_ns_steps: int = option(
         5,
         "steps of the Newton-Schulz iteration; with quintic at most 5, or a multiple of 5, because "
         "its coefficients repeat after five steps",
+        meaning=COURSE,
+        needs=MUON,
     )
     muon_tp_mode: str = option(
         "duplicated",
         "duplicated: whole matrices, gathered from tensor-parallel ranks, so that the update "
         "does not depend on the layout; blockwise: each rank's shard is a matrix, Megatron-LM's default",
         choices=("duplicated", "blockwise"),
+        meaning=COURSE,
+        needs=MUON,
     )
-    lr: float = option(1e-4, "peak learning rate")
+    lr: float = option(1e-4, "peak learning rate", meaning=COURSE, drops=("min_lr",))
     min_lr: float = option(
-        0.0, "the learning rate never falls below this after warm-up", range=NOT_NEGATIVE
+        0.0,
+        "the learning rate never falls below this after warm-up",
+        range=NOT_NEGATIVE,
+        meaning=COURSE,
     )
     decoupled_lr: float | None = optional(
-        "peak learning rate of the word embedding and of the logits' weight (default: --lr)"
+        "peak learning rate of the word embedding and of the logits' weight (default: --lr)",
+        meaning=COURSE,
     )
     decoupled_min_lr: float | None = optional(
-        "minimum of --decoupled-lr after warm-up (default: --min-lr)", range=NOT_NEGATIVE
+        "minimum of --decoupled-lr after warm-up (default: --min-lr)",
+        range=NOT_NEGATIVE,
+        meaning=COURSE,
+        needs="decoupled_lr",
     )
     lr_decay_style: str = option(
-        "linear", "shape of the decay", choices=RowNames(SHAPES, flag=LEARNING_RATE)
+        "linear", "shape of the decay", choices=RowNames(SHAPES, flag=LEARNING_RATE), meaning=COURSE
     )
-    lr_decay_iters: int | None = optional("iterations until --min-lr (default: --train-iters)")
+    lr_decay_iters: int | None = optional(
+        "iterations until --min-lr (default: --train-iters)", meaning=COURSE
+    )
     lr_decay_samples: int | None = optional(
-        "samples until --min-lr (default: --train-samples)", maximum=2**40
+        "samples until --min-lr (default: --train-samples)", maximum=2**40, meaning=COURSE
     )
     lr_warmup_iters: int = option(
-        0, "iterations of linear warm-up", aliases=("--warmup-iters",), range=NOT_NEGATIVE
+        0,
+        "iterations of linear warm-up",
+        aliases=("--warmup-iters",),
+        range=NOT_NEGATIVE,
+        meaning=COURSE,
+        drops=(
+            "lr_warmup_fraction",
+            "lr_warmup_samples",
+        ),
     )
     lr_warmup_samples: int = option(
-        0, "samples of linear warm-up", maximum=2**40, range=NOT_NEGATIVE
+        0,
+        "samples of linear warm-up",
+        maximum=2**40,
+        range=NOT_NEGATIVE,
+        meaning=COURSE,
+        drops=(
+            "lr_warmup_fraction",
+            "lr_warmup_iters",
+        ),
     )
     lr_warmup_fraction: float | None = optional(
-        "warm-up as a fraction of the decay length", range=None
+        "warm-up as a fraction of the decay length",
+        range=None,
+        meaning=COURSE,
+        drops=(
+            "lr_warmup_iters",
+            "lr_warmup_samples",
+        ),
     )
-    lr_decay_tokens: float | None = optional("tokens until --min-lr (default: --train-tokens)")
-    lr_warmup_tokens: float = option(0.0, "tokens of linear warm-up", range=NOT_NEGATIVE)
-    lr_warmup_init: float = option(0.0, "learning rate at the start of warm-up", range=NOT_NEGATIVE)
+    lr_decay_tokens: float | None = optional(
+        "tokens until --min-lr (default: --train-tokens)",
+        meaning=COURSE,
+        drops=(
+            "lr_decay_iters",
+            "lr_decay_samples",
+        ),
+    )
+    lr_warmup_tokens: float = option(
+        0.0,
+        "tokens of linear warm-up",
+        range=NOT_NEGATIVE,
+        meaning=COURSE,
+        drops=(
+            "lr_warmup_fraction",
+            "lr_warmup_iters",
+            "lr_warmup_samples",
+        ),
+    )
+    lr_warmup_init: float = option(
+        0.0, "learning rate at the start of warm-up", range=NOT_NEGATIVE, meaning=COURSE
+    )
     lr_wsd_decay_style: str = option(
         "exponential",
         "shape of the decay at the end of --lr-decay-style WSD",
         choices=RowNames(SHAPES, flag=WSD),
+        meaning=COURSE,
+        needs="lr_decay_style=WSD",
     )
-    lr_wsd_decay_iters: int | None = optional("iterations of that decay", range=NOT_NEGATIVE)
+    lr_wsd_decay_iters: int | None = optional(
+        "iterations of that decay", range=NOT_NEGATIVE, meaning=COURSE, needs="lr_decay_style=WSD"
+    )
     lr_wsd_decay_samples: int | None = optional(
-        "samples of that decay", maximum=2**40, range=NOT_NEGATIVE
+        "samples of that decay",
+        maximum=2**40,
+        range=NOT_NEGATIVE,
+        meaning=COURSE,
+        needs="lr_decay_style=WSD",
     )
     weight_decay: float = option(
-        0.01, "decoupled weight decay, on matrices only", range=NOT_NEGATIVE
+        0.01, "decoupled weight decay, on matrices only", range=NOT_NEGATIVE, meaning=COURSE
     )
     start_weight_decay: float | None = optional(
-        "weight decay at the start (default: --weight-decay)", range=NOT_NEGATIVE
+        "weight decay at the start (default: --weight-decay)", range=NOT_NEGATIVE, meaning=COURSE
     )
     end_weight_decay: float | None = optional(
-        "weight decay at the end (default: --weight-decay)", range=NOT_NEGATIVE
+        "weight decay at the end (default: --weight-decay)", range=NOT_NEGATIVE, meaning=COURSE
     )
     weight_decay_incr_style: str = option(
         "constant",
         "path from --start-weight-decay to --end-weight-decay",
         choices=RowNames(SHAPES, flag=WEIGHT_DECAY),
+        meaning=COURSE,
     )
     clip_grad: float = option(
-        1.0, "largest global gradient norm; 0: no clipping", range=NOT_NEGATIVE
+        1.0, "largest global gradient norm; 0: no clipping", range=NOT_NEGATIVE, meaning=COURSE
     )
-    adam_beta1: float = option(0.9, "decay of the first moment", range=FRACTION)
-    adam_beta2: float = option(0.999, "decay of the second moment", range=FRACTION)
-    adam_eps: float = option(1e-8, "added to the root of the second moment")
+    adam_beta1: float = option(0.9, "decay of the first moment", range=FRACTION, meaning=COURSE)
+    adam_beta2: float = option(0.999, "decay of the second moment", range=FRACTION, meaning=COURSE)
+    adam_eps: float = option(1e-8, "added to the root of the second moment", meaning=COURSE)
     use_precision_aware_optimizer: bool = switch(
-        "store AdamW's moments in the formats of --exp-avg-dtype and --exp-avg-sq-dtype"
+        "store AdamW's moments in the formats of --exp-avg-dtype and --exp-avg-sq-dtype",
+        meaning=FREE,
     )
     main_params_dtype: str = option(
         "fp32",
         "bf16: no FP32 master weights; AdamW updates in FP32 and rounds each weight to BF16 "
         "stochastically; with --bf16",
         choices=("fp32", "bf16"),
+        meaning=FREE,
     )
     exp_avg_dtype: str = option(
         "fp32",
         "with --use-precision-aware-optimizer, storage format of the first moment: fp32, "
         "bf16, or int8 with a scale per block of at most 256, rounded to nearest; AdamW computes in FP32",
         choices=MOMENT_DTYPES,
+        meaning=FREE,
     )
     exp_avg_sq_dtype: str = option(
         "fp32",
         "the same for the second moment, rounded stochastically, but equally in every layout",
         choices=MOMENT_DTYPES,
+        meaning=FREE,
     )
     override_opt_param_scheduler: bool = switch(
         "on resuming, learning rate and weight decay follow this command line; also the "
         "default, with a note of differences from the checkpoint",
         aliases=("--override-opt_param-scheduler", "--override-lr-scheduler"),
+        meaning=FREE,
     )
     use_checkpoint_opt_param_scheduler: bool = switch(
         "on resuming, learning rate and weight decay follow the checkpoint's "
         "schedule instead of this command line",
         aliases=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-lr-scheduler"),
+        meaning=FREE,
     )
     no_load_lr_state: bool = switch(
-        "on resuming, restart the schedules of learning rate and weight decay"
+        "on resuming, restart the schedules of learning rate and weight decay",
+        meaning=FREE,
+        needs="load",
     )
     no_load_optim: bool = switch(
-        "on resuming, load only the weights: moments, loss scale and schedule restart"
+        "on resuming, load only the weights: moments, loss scale and schedule restart",
+        meaning=FREE,
+        needs="load",
     )
 
     def __post_init__(self) -> None:

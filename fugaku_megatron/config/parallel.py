@@ -14,8 +14,18 @@ from ..pipeline.schedule_names import (
     row,
     splitting_backward,
 )
-from .experts import ExpertRanks
-from .fields import RowNames, cached_hash, check, check_fields, flag, option, optional, switch
+from .fields import (
+    FREE,
+    Requirement,
+    RowNames,
+    cached_hash,
+    check,
+    check_fields,
+    flag,
+    option,
+    optional,
+    switch,
+)
 from .rules import check_rules
 
 # Values of --cp-comm-type; EITHER is resolved by the program.
@@ -25,25 +35,80 @@ A2A = "a2a"
 CP_COMM_TYPES = (P2P, ALLGATHER, A2A)
 EITHER = "a2a+p2p"
 
+TENSOR_PARALLEL = Requirement("--tensor-model-parallel-size above 1", lambda run: run.tp > 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixRanks:
+    """Ranks that share matrices: tensor- and expert-parallel sizes."""
+
+    tensor_model_parallel_size: int = option(
+        1,
+        "ranks that share each layer's matrices (TP)",
+        aliases=("--model-parallel-size",),
+        maximum=2**16,
+        meaning=FREE,
+    )
+    expert_model_parallel_size: int = option(
+        1,
+        "ranks with different experts (EP): tokens are dispatched to their experts' ranks and combined "
+        "on return; data-parallel ranks, and with --expert-tensor-parallel-size 1 also tensor-parallel ranks",
+        maximum=2**12,
+        meaning=FREE,
+    )
+    expert_tensor_parallel_size: int | None = optional(
+        "ranks that share each expert's matrices: 1, or the tensor-parallel size (default)",
+        maximum=2**16,
+        meaning=FREE,
+    )
+
+    def _check_expert_ranks(self, sequence_parallel: bool) -> None:
+        tp = self.tensor_model_parallel_size
+        etp = self.expert_tensor_parallel_size
+        check(
+            etp in (None, 1, tp),
+            f"--expert-tensor-parallel-size {etp} is not supported: pass 1, or "
+            f"--tensor-model-parallel-size, which is {tp}",
+        )
+        check(
+            not self.divides_experts or tp == 1 or sequence_parallel,
+            f"{self.dividing_flag} with --tensor-model-parallel-size "
+            f"{tp} needs --sequence-parallel, so that every rank sends other tokens: pass it",
+        )
+
+    @cached_property
+    def divides_experts(self) -> bool:
+        """True if experts are sharded unlike the other matrices."""
+        tp = self.tensor_model_parallel_size
+        etp = self.expert_tensor_parallel_size
+        return self.expert_model_parallel_size > 1 or etp not in (None, tp)
+
+    @cached_property
+    def dividing_flag(self) -> str:
+        if self.expert_model_parallel_size > 1:
+            return f"--expert-model-parallel-size {self.expert_model_parallel_size}"
+        return f"--expert-tensor-parallel-size {self.expert_tensor_parallel_size}"
+
 
 @cached_hash
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig(ExpertRanks):
+class ParallelConfig(MatrixRanks):
     """Parallel layout; the data-parallel size is world size / (TP x PP x CP)."""
 
     pipeline_model_parallel_size: int = option(
-        1, "pipeline stages (PP)", aliases=("--pipe-parallel-size",)
+        1, "pipeline stages (PP)", aliases=("--pipe-parallel-size",), meaning=FREE
     )
     pipeline_split: str = option(
         "balanced",
         "layers of each stage, such as 9,3, or of each model chunk in the order of the model; balanced: stages "
         "of equal cost, the logits counted; even: equal numbers of layers",
+        meaning=FREE,
     )
     decoder_first_pipeline_num_layers: int | None = optional(
-        "layers of the first stage; the others share the rest"
+        "layers of the first stage; the others share the rest", meaning=FREE
     )
     decoder_last_pipeline_num_layers: int | None = optional(
-        "layers of the last stage; the others share the rest"
+        "layers of the last stage; the others share the rest", meaning=FREE
     )
     pipeline_schedule: str | None = optional(
         "order of forwards and backwards: 1f1b; interleaved over several model chunks "
@@ -51,29 +116,38 @@ class ParallelConfig(ExpertRanks):
         "two model chunks per stage in a V; auto: the schedule with the least modelled time that fits "
         "into memory (default: interleaved with virtual stages, else 1f1b)",
         choices=RowNames(SCHEDULES, AUTO),
+        meaning=FREE,
     )
     num_virtual_stages_per_pipeline_rank: int | None = optional(
-        "model chunks per stage of an interleaved or zb-h1 schedule"
+        "model chunks per stage of an interleaved or zb-h1 schedule", meaning=FREE
     )
     num_layers_per_virtual_pipeline_stage: int | None = optional(
-        "layers of a model chunk of an interleaved or zb-h1 schedule"
+        "layers of a model chunk of an interleaved or zb-h1 schedule", meaning=FREE
     )
     zero_bubble_max_pending_backward: int | None = optional(
         "micro-batches with postponed weight gradients on a stage of zb-h1 or zbv: a larger number "
-        "means less idle time and more memory (default: the number of stages, as 1f1b)"
+        "means less idle time and more memory (default: the number of stages, as 1f1b)",
+        meaning=FREE,
     )
-    context_parallel_size: int = option(1, "ranks that share each sequence (CP)", maximum=2**16)
+    context_parallel_size: int = option(
+        1, "ranks that share each sequence (CP)", maximum=2**16, meaning=FREE
+    )
     cp_comm_type: tuple[str, ...] | None = optional(
         "communication of attention between context-parallel ranks, one value or one per layer: p2p, a ring of keys and values, "
         "overlapped with attention; allgather, keys and values of all ranks at once; a2a, sequence blocks for heads; a2a+p2p, the "
         "program chooses (default: p2p if these ranks are on several nodes and attention is not restricted to documents; else a2a "
-        "if TP x CP divides the heads, and one of CP and a rank's query groups divides the other; else p2p)"
+        "if TP x CP divides the heads, and one of CP and a rank's query groups divides the other; else p2p)",
+        meaning=FREE,
     )
     sequence_parallel: bool = switch(
-        "norms, dropout and residuals on 1/TP of the sequence, to save activation memory"
+        "norms, dropout and residuals on 1/TP of the sequence, to save activation memory",
+        meaning=FREE,
+        needs=TENSOR_PARALLEL,
     )
     tp_comm_overlap: bool = switch(
-        "with --sequence-parallel: send activations in blocks, overlapped with their matmuls"
+        "with --sequence-parallel: send activations in blocks, overlapped with their matmuls",
+        meaning=FREE,
+        needs=TENSOR_PARALLEL,
     )
     zero_stage: int = option(
         0,
@@ -82,19 +156,21 @@ class ParallelConfig(ExpertRanks):
         choices=(0, 1, 2, 3),
         switches={"--use-distributed-optimizer": 1},
         range=None,
+        meaning=FREE,
     )
     overlap_grad_reduce: bool = switch(
-        "reduce gradients in buckets, overlapped with the backward of earlier layers"
+        "reduce gradients in buckets, overlapped with the backward of earlier layers", meaning=FREE
     )
     overlap_param_gather: bool = switch(
-        "gather ZeRO-1's weight shards in buckets, overlapped with the next forward"
+        "gather ZeRO-1's weight shards in buckets, overlapped with the next forward", meaning=FREE
     )
     ddp_bucket_size: int | None = optional(
         "minimum elements of a bucket (default: 40,000,000, or 1,000,000 x "
-        "data-parallel size if that is more; without data parallelism one layer)"
+        "data-parallel size if that is more; without data parallelism one layer)",
+        meaning=FREE,
     )
     grad_reduce_in_bf16: bool = switch(
-        "send gradients in BF16, half the bytes; accumulate and reduce them in FP32"
+        "send gradients in BF16, half the bytes; accumulate and reduce them in FP32", meaning=FREE
     )
 
     def __post_init__(self) -> None:

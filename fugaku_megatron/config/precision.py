@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from .fields import cached_hash, check_fields, option, optional, switch
+from .fields import COURSE, FREE, cached_hash, check_fields, option, optional, switch
 from .rules import check_rules
 
 
@@ -14,13 +14,23 @@ from .rules import check_rules
 class PrecisionConfig:
     """Number format for weights and activations; master weights and gradients are always FP32."""
 
-    bf16: bool = switch("weights and activations in BF16, FP32 master weights")
-    fp16: bool = switch("weights and activations in FP16, FP32 master weights, loss scaling")
-    loss_scale: float | None = optional("fixed loss scale for FP16 (default: dynamic)")
-    initial_loss_scale: float = option(2.0**32, "initial dynamic loss scale")
-    min_loss_scale: float = option(1.0, "minimum of the dynamic loss scale")
-    loss_scale_window: int = option(1000, "iterations without overflow before the scale doubles")
-    hysteresis: int = option(2, "overflows before the scale halves")
+    bf16: bool = switch("weights and activations in BF16, FP32 master weights", meaning=COURSE)
+    fp16: bool = switch(
+        "weights and activations in FP16, FP32 master weights, loss scaling", meaning=COURSE
+    )
+    loss_scale: float | None = optional(
+        "fixed loss scale for FP16 (default: dynamic)", meaning=COURSE, needs="fp16"
+    )
+    initial_loss_scale: float = option(
+        2.0**32, "initial dynamic loss scale", meaning=FREE, needs="fp16"
+    )
+    min_loss_scale: float = option(
+        1.0, "minimum of the dynamic loss scale", meaning=FREE, needs="fp16"
+    )
+    loss_scale_window: int = option(
+        1000, "iterations without overflow before the scale doubles", meaning=FREE, needs="fp16"
+    )
+    hysteresis: int = option(2, "overflows before the scale halves", meaning=FREE, needs="fp16")
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .fields import flag, shortened
+from .rows import ACTIVATIONS
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,10 @@ def _compared(
 # A group of RunConfig -> its rules. They are checked after the range of each field.
 RULES: dict[str, tuple[Rule, ...]] = {
     "model": (
-        one_of("swiglu", "geglu", "quick_geglu", "xielu", "squared_relu", "activation_func"),
+        one_of(
+            *(row.flag for row in ACTIVATIONS.values() if row.flag and not row.gelu),
+            "activation_func",
+        ),
         needs("glu_linear_offset", "quick_geglu", with_value=True),
         needs("activation_func_clamp_value", "quick_geglu", with_value=True),
         needs("window_attn_skip_freq", "window_size"),

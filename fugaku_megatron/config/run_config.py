@@ -13,31 +13,16 @@ from ..pipeline.placement import Placement, placement_of
 from ..pipeline.schedule_names import SCHEDULES
 from .data import DataConfig
 from .faults import NumbersConfig
-from .fields import FieldValues, as_tuples, cached_hash, check, flag
+from .fields import Declaration, FieldValues, as_tuples, cached_hash, check, declarations, flag
 from .lora import DROPOUT_COLUMNS, LoraConfig
-from .model import Q8_BLOCK, ModelConfig
+from .model import ModelConfig
 from .optimizer import OptimizerConfig
 from .output import OutputConfig
 from .parallel import ParallelConfig
 from .precision import PrecisionConfig
+from .rows import Q8_BLOCK
 from .system import SystemConfig
-from .training import RECOMPUTE, BatchConfig, TrainingConfig
-
-# Fields that may differ between the ranks of a run: recompute of a stage, local paths, threads.
-RANK_FIELDS = (
-    *RECOMPUTE,
-    "save_local",
-    "log_file",
-    "log_ranks",
-    "tensorboard_dir",
-    "wandb_save_dir",
-    "prometheus_textfile",
-    "profile_dir",
-    "data_cache_path",
-    "allocator",
-    "thread_affinity",
-    "cpu_frequency",
-)
+from .training import BatchConfig, TrainingConfig
 
 
 @cached_hash
@@ -290,6 +275,11 @@ GROUPS: dict[str, type] = {
 
 # A field -> its group in RunConfig.
 GROUP_OF = {field.name: group for group, config in GROUPS.items() for field in fields(config)}
+
+
+def all_flags() -> tuple[Declaration, ...]:
+    """Return all flags of a run."""
+    return tuple(each for config in GROUPS.values() for each in declarations(config))
 
 
 def saved_run(manifest: FieldValues, sizes: tuple[int, int] | None = None) -> RunConfig:

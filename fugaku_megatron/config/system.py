@@ -5,8 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from .fields import cached_hash, check, check_fields, option, optional, switch
+from .fields import (
+    BY_RANK,
+    COURSE,
+    FREE,
+    cached_hash,
+    check,
+    check_fields,
+    option,
+    optional,
+    switch,
+)
 
+_INIT = "pass it to init"  # in a program with a Trainer
 FP16_SUM_LENGTH = 64  # half the error of BF16 operands, at 1.7 times FP32's rate (docs/numerics.md)
 MAX_FP16_SUM_LENGTH = 65536
 
@@ -20,53 +31,74 @@ class SystemConfig:
         "auto",
         "native: the C++ kernels; torch: torch's kernels; auto: the faster ones for this run's shapes",
         choices=("auto", "native", "torch"),
+        meaning=FREE,
     )
     fp16_accumulation_chunk: int | None = optional(
         "with --fp16, sum this many terms of a linear layer in FP16 before adding in FP32: faster if the CPU has FP16 "
         "arithmetic (A64FX, SVE), less exact (default: sums in FP32)",
         switches={"--fp16-accumulation": FP16_SUM_LENGTH},
         range=None,
+        meaning=COURSE,
     )
     fp32_matmul: str = option(
         "ieee",
         "ieee: FP32 matmuls on FP32 units; bf16x3: each operand as three BF16 numbers, in "
         "six BF16 matmuls, as exact as FP32, faster only on AMX",
         choices=("ieee", "bf16x3"),
+        meaning=COURSE,
     )
     int8: bool = switch(
         "quantize the operands of linear layers to INT8 in forward and data gradients, with a scale for each row: "
-        "the 8-bit format of CPUs, twice as fast as BF16. Weights stay as they are and are quantized once for each step"
+        "the 8-bit format of CPUs, twice as fast as BF16. Weights stay as they are and are quantized once for each step",
+        meaning=COURSE,
     )
-    int8_wgrad: bool = switch("with --int8, quantize the operands of weight gradients too")
-    int8_head: bool = switch("with --int8, quantize the operands of the output layer too")
+    int8_wgrad: bool = switch(
+        "with --int8, quantize the operands of weight gradients too", meaning=COURSE
+    )
+    int8_head: bool = switch(
+        "with --int8, quantize the operands of the output layer too", meaning=COURSE
+    )
     int8_stochastic_rounding: bool = switch(
         "with --int8, round the gradients of layer outputs up or down at random in the quantized matmuls of backward: "
-        "their mean is right and their error larger; for studies, no loss was lower with it"
+        "their mean is right and their error larger; for studies, no loss was lower with it",
+        meaning=COURSE,
     )
     cache_packed_weights: bool = switch(
         "cache the packed weights of the matrix kernels between optimizer steps: "
-        "faster with several micro-batches per step, at the cost of two more copies of the weights"
+        "faster with several micro-batches per step, at the cost of two more copies of the weights",
+        meaning=FREE,
     )
     allocator: str = option(
         "tuned",
         "tuned: the process keeps freed tensor memory for reuse; stock: unchanged malloc. A preloaded "
         "allocator (LD_PRELOAD) is used in both cases",
         choices=("tuned", "stock"),
+        meaning=FREE,
+        differs=BY_RANK,
+        library=_INIT,
     )
     thread_affinity: str = option(
         "auto",
         "pin: one core for each thread, in NUMA order; none: the system places threads; auto: "
         "pin on nodes of several NUMA domains",
         choices=("auto", "pin", "none"),
+        meaning=FREE,
+        differs=BY_RANK,
+        library=_INIT,
     )
     cpu_frequency: float | None = optional(
-        "clock in GHz: set if the system permits; the run is refused if the cores run at another clock"
+        "clock in GHz: set if the system permits; the run is refused if the cores run at another clock",
+        meaning=FREE,
+        differs=BY_RANK,
+        library=_INIT,
     )
     hang_timeout_in_secs: float | None = optional(
         "seconds without progress before a rank is reported as hung and the job "
         "ends; 0: never (default: 10 times the slowest iteration, or EP times above EP 10, "
         "at least 60; 600 at the start and in a save)",
         range=None,
+        meaning=FREE,
+        library="only the command watches for hangs",
     )
 
     def __post_init__(self) -> None:

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..pipeline.schedule_names import AUTO
 from .fields import (
+    BATCHES,
+    BY_STAGE,
+    COURSE,
+    FREE,
+    LENGTH,
     NOT_NEGATIVE,
+    Requirement,
     cached_hash,
     check,
     check_fields,
@@ -17,7 +24,11 @@ from .fields import (
 from .rules import check_rules
 from .sample_rules import StepSizes
 
-RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+RECOMPUTE = "recompute"  # topic
+MEMORY_CHOICE = Requirement(
+    "--recompute-auto or --pipeline-schedule auto",
+    lambda run: run.training.recompute_auto or run.parallel.pipeline_schedule == AUTO,
+)
 
 
 @cached_hash
@@ -26,18 +37,21 @@ class BatchConfig:
     """Samples per micro-batch and per iteration, and the growth of the batch size."""
 
     micro_batch_size: int = required(
-        "samples per rank and forward pass", aliases=("--batch-size",), maximum=2**16
+        "samples per rank and forward pass", aliases=("--batch-size",), maximum=2**16, meaning=FREE
     )
     global_batch_size: int | None = optional(
         "samples per iteration (default: micro-batch x data-parallel size)",
         maximum=2**24,
+        meaning=BATCHES,
     )
     rampup_batch_size: tuple[int, ...] | None = optional(
-        "start size, increment, and length of the ramp in samples", nargs=3
+        "start size, increment, and length of the ramp in samples", nargs=3, meaning=BATCHES
     )
     step_batch_size_schedule: str | None = optional(
         "batch sizes in steps, instead of --rampup-batch-size: TOKENS:SIZE ..., such "
-        "as '0:768 250B:1536'; the last size is --global-batch-size"
+        "as '0:768 250B:1536'; the last size is --global-batch-size",
+        meaning=BATCHES,
+        drops=("global_batch_size",),
     )
 
     def __post_init__(self) -> None:
@@ -66,66 +80,127 @@ class BatchConfig:
 class TrainingConfig:
     """Length of the run, evaluation, recompute and seed."""
 
-    train_iters: int | None = optional("iterations to train", range=NOT_NEGATIVE)
+    train_iters: int | None = optional(
+        "iterations to train",
+        range=NOT_NEGATIVE,
+        meaning=LENGTH,
+        drops=(
+            "train_samples",
+            "lr_decay_samples",
+            "lr_warmup_samples",
+        ),
+    )
     train_samples: int | None = optional(
-        "samples to train (instead of --train-iters)", maximum=2**40
+        "samples to train (instead of --train-iters)",
+        maximum=2**40,
+        meaning=LENGTH,
+        drops=(
+            "train_iters",
+            "lr_decay_iters",
+            "lr_warmup_iters",
+        ),
     )
     train_tokens: float | None = optional(
         "tokens to train: the run ends with the iteration that reaches them, or earlier by "
-        "--train-iters or --train-samples"
+        "--train-iters or --train-samples",
+        meaning=LENGTH,
+        drops=(
+            "train_iters",
+            "lr_decay_iters",
+            "lr_warmup_iters",
+        ),
     )
-    exit_interval: int | None = optional("save and exit after an iteration divisible by this")
-    exit_duration_in_mins: float | None = optional("save and exit after this many minutes")
-    eval_interval: int = option(1000, "iterations between evaluations on the validation split")
-    eval_iters: int = option(100, "batches per evaluation; 0: none", range=NOT_NEGATIVE)
+    exit_interval: int | None = optional(
+        "save and exit after an iteration divisible by this", meaning=FREE
+    )
+    exit_duration_in_mins: float | None = optional(
+        "save and exit after this many minutes", meaning=FREE, script="MARGIN"
+    )
+    eval_interval: int = option(
+        1000, "iterations between evaluations on the validation split", meaning=FREE
+    )
+    eval_iters: int = option(
+        100, "batches per evaluation; 0: none", range=NOT_NEGATIVE, meaning=FREE
+    )
     eval_global_batch_size: int | None = optional(
-        "samples per evaluation batch (default: --global-batch-size)",
-        maximum=2**24,
+        "samples per evaluation batch (default: --global-batch-size)", maximum=2**24, meaning=FREE
     )
     eval_micro_batch_size: int | None = optional(
         "samples per rank and forward pass in evaluations (default: --micro-batch-size)",
         maximum=2**16,
+        meaning=FREE,
     )
     full_validation: bool = switch(
         "evaluate on the whole validation data once, regardless of --eval-iters; samples "
-        "that do not fill the last batch are excluded"
+        "that do not fill the last batch are excluded",
+        meaning=FREE,
     )
     multiple_validation_sets: bool = switch(
         "with --full-validation, each prefix of the validation data is a separate set "
-        "with its own log line"
+        "with its own log line",
+        meaning=FREE,
+        library="evaluate returns one loss: make a Trainer for each set",
     )
-    start_eval_at_iter: int | None = optional("no evaluation before this iteration", range=None)
-    skip_train: bool = switch("do not train, only evaluate on the validation data")
+    start_eval_at_iter: int | None = optional(
+        "no evaluation before this iteration", range=None, meaning=FREE
+    )
+    skip_train: bool = switch(
+        "do not train, only evaluate on the validation data",
+        meaning=FREE,
+        library="call Trainer.evaluate without steps",
+    )
     seed: int = option(
-        1234, "seed of initial weights, dropout and data order", maximum=2**32 - 1, range=None
+        1234,
+        "seed of initial weights, dropout and data order",
+        maximum=2**32 - 1,
+        range=None,
+        meaning=COURSE,
     )
     recompute_granularity: str | None = optional(
         "recompute in backward: whole layers (full) or attention only (selective)",
         choices=("full", "selective"),
         switches={"--checkpoint-activations": "full", "--recompute-activations": "selective"},
+        topic=RECOMPUTE,
+        meaning=FREE,
+        differs=BY_STAGE,
     )
     recompute_method: str = option(
         "uniform",
         "full recompute of all layers in groups (uniform) or of the first ones (block)",
         choices=("uniform", "block"),
+        topic=RECOMPUTE,
+        meaning=FREE,
+        needs="recompute_granularity=full",
+        differs=BY_STAGE,
     )
     recompute_num_layers: int = option(
         1,
         "uniform: layers per group; block: recomputed layers per model chunk",
         aliases=("--checkpoint-num-layers", "--activations-checkpoint-num-layers"),
+        topic=RECOMPUTE,
+        meaning=FREE,
+        needs="recompute_granularity=full",
+        differs=BY_STAGE,
     )
     recompute_part_layers: tuple[int, ...] | None = optional(
-        "recomputed layers of each model chunk, in the model's order"
+        "recomputed layers of each model chunk, in the model's order", topic=RECOMPUTE, meaning=FREE
     )
     recompute_auto: bool = switch(
-        "recompute as few layers of each stage and chunk as fit into memory"
+        "recompute as few layers of each stage and chunk as fit into memory",
+        topic=RECOMPUTE,
+        meaning=FREE,
     )
     memory_per_rank: int | None = optional(
         "MiB per rank for choices that depend on memory (default: the rank's share of 90 % of "
-        "the node's memory; in a dry run 90 % of this node's memory)"
+        "the node's memory; in a dry run 90 % of this node's memory)",
+        meaning=FREE,
+        needs=MEMORY_CHOICE,
     )
     use_flush_denormal: bool = option(
-        True, "flush denormals to zero in every thread (on by default)"
+        True,
+        "flush denormals to zero in every thread (on by default)",
+        meaning=FREE,
+        library="pass it to init, where its name is flush_denormals",
     )
 
     def __post_init__(self) -> None:

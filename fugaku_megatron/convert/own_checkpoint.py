@@ -28,8 +28,8 @@ from ..checkpoint.schema import Entry, Manifest
 from ..checkpoint.shards import WEIGHT, Search, Shard, check_model, read_shards
 from ..checkpoint.tensor_files import write_tensors
 from ..checkpoint.trusted import iteration_to_load
+from ..config.architecture import architecture
 from ..config.fields import check
-from ..config.model import architecture
 from ..config.run_config import saved_run
 from ..nn.adapters import FINGERPRINTS, bits_number
 from ..nn.model import VOCABULARY

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from ..config.layer_kinds import ATTENTION, PROJ, QKV, LayerKind
 from ..config.layout import cp_comm_types, group_copies
-from ..config.model import LAYER_NORM, LEARNABLE, NORMS, ModelConfig
+from ..config.model import ModelConfig
 from ..config.parallel import A2A, P2P
+from ..config.rows import LAYER_NORM, LEARNABLE, NORMS
 from ..config.run_config import RunConfig
 from .activations import FP32_BYTES, context_bytes, qkv_bytes, residual_bytes, typical_cp_comm_type
 from .context_parallel import attention_messages

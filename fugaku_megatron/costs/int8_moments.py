@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from ..config.layer_kinds import LayerKind, column_parallel
-from ..config.model import ACTIVATIONS, MLP_OF_EXPERTS, NORMS, ModelConfig
+from ..config.model import ModelConfig
 from ..config.optimizer import MOMENT_BLOCK
+from ..config.rows import ACTIVATIONS, MLP_OF_EXPERTS, NORMS
 from ..config.run_config import RunConfig
 from .linear_layers import Linear, linears
 from .mixers import Segments, mixer_costs

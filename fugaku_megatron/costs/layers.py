@@ -11,7 +11,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ..config.layer_kinds import LayerKind
-from ..config.model import MLP_OF_EXPERTS, NORMS, ModelConfig
+from ..config.model import ModelConfig
+from ..config.rows import MLP_OF_EXPERTS, NORMS
 from ..config.run_config import RunConfig
 from .activations import (
     FP32_BYTES,

@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from ..config.layer_kinds import FC1, FC2, MIXERS, LayerKind, column_parallel
-from ..config.model import MLP_OF_EXPERTS, Q8_BLOCK
+from ..config.rows import MLP_OF_EXPERTS, Q8_BLOCK
 from ..config.run_config import RunConfig
 from .experts import Division
 from .mixers import mixer_costs

@@ -12,8 +12,8 @@ from functools import lru_cache
 
 from ..config.layer_kinds import LayerKind
 from ..config.layout import Layout
-from ..config.model import ACTIVATIONS, MLP_OF_EXPERTS
 from ..config.optimizer import MOMENTS
+from ..config.rows import ACTIVATIONS, MLP_OF_EXPERTS
 from ..config.run_config import RunConfig
 from ..pipeline.in_flight import InFlight
 from ..pipeline.schedule_names import row

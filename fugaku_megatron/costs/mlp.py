@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..config.model import ACTIVATIONS, ModelConfig
+from ..config.model import ModelConfig
+from ..config.rows import ACTIVATIONS
 from ..config.run_config import RunConfig
 from .records import MatmulCollectives, Record, Records
 

@@ -9,7 +9,8 @@ import itertools
 from collections import Counter
 
 from ..config.layer_kinds import LayerKind
-from ..config.model import MLP_OF_EXPERTS, ModelConfig
+from ..config.model import ModelConfig
+from ..config.rows import MLP_OF_EXPERTS
 from ..config.run_config import RunConfig
 from .layers import per_layer
 from .linear_layers import mlp_linears

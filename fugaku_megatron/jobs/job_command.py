@@ -24,6 +24,7 @@ from pathlib import Path
 from ..cli import arguments
 from ..cli.parser import Command, Parser
 from ..config.fields import check, flag
+from ..config.run_config import all_flags
 from ..text.written_files import make_folder, named_file
 from . import check as checks
 from . import job as jobs
@@ -47,17 +48,6 @@ OWN = (
     "slurm",
 )
 GROUP_VARIABLE = "FUGAKU_GROUP"
-# a flag that the script sets itself -> the variable of the script to use instead
-SET_BY_SCRIPT = {
-    "save": "SAVE",
-    "load": "SAVE",
-    "data_path": "DATA",
-    "train_data_path": "DATA",
-    "vocab_file": "DATA",
-    "merge_file": "DATA",
-    "tokenizer_model": "TOKENIZER",
-    "exit_duration_in_mins": "MARGIN",
-}
 SHORT = "--train-iters 20 --eval-iters 0 --elapse 01:00:00"
 # file in scripts/pjsub -> the options that render it
 SCRIPTS = {
@@ -136,12 +126,12 @@ def job_from(args: argparse.Namespace) -> jobs.Job:
     check(args.nodes is not None, "--nodes is missing: pass the number of nodes of the job")
     mode = limits.mode(args.mode)
     check(not mode.refused, f"--mode {args.mode}: {mode.refused}")
-    for name, variable in SET_BY_SCRIPT.items():
-        value = getattr(args, name, None)
+    for each in all_flags():
+        value = getattr(args, each.name, None) if each.script else None
         check(
             value is None,
-            f"{flag(name)} {' '.join(value) if isinstance(value, list) else value}: the script sets it: "
-            f"set {variable} in the script, or pass pjsub -x {variable}=...",
+            f"{flag(each.name)} {' '.join(value) if isinstance(value, list) else value}: the script sets it: "
+            f"set {each.script} in the script, or pass pjsub -x {each.script}=...",
         )
     clock = getattr(args, "cpu_frequency", mode.ghz)
     check(

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from ..comm.grid import Grid
 from ..config.layer_kinds import MIXERS
 from ..config.layout import Layout, cp_comm_types
-from ..config.model import MLP_OF_EXPERTS
 from ..config.parallel import A2A, ALLGATHER
+from ..config.rows import MLP_OF_EXPERTS
 from ..config.run_config import RunConfig
 from ..costs.stages import stage_layers
 from .shrink import ITERATIONS

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 from ..config.fields import FieldValues, check, flag
 from ..config.layer_kinds import GATED_DELTA_NET, layer_symbols
 from ..config.layout import Layout, cp_comm_types
-from ..config.model import MLP_OF_EXPERTS, ModelConfig
+from ..config.model import ModelConfig
 from ..config.output import OutputConfig
 from ..config.parallel import ParallelConfig
 from ..config.precision import PrecisionConfig
+from ..config.rows import MLP_OF_EXPERTS
 from ..config.run_config import RunConfig
 from ..config.training import BatchConfig
 from ..costs.buckets import bucket_units

@@ -1,4 +1,4 @@
-"""The transformer block, assembled from the classes named in `config.model`.
+"""The transformer block, assembled from the classes named in `config.rows`.
 
 f MLP width, n heads of this rank. With sequence parallelism s is this rank's shard if the last dimension is h, otherwise whole.
 """
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from ..comm.grid import ALONE
 from ..config.layer_kinds import MIXERS
 from ..config.layout import group_copies
-from ..config.model import ACTIVATIONS, LAYER_NORM, LEARNABLE, MLP_OF_EXPERTS, NORMS, OFF_BY_ONE
 from ..config.parallel import A2A, P2P
+from ..config.rows import ACTIVATIONS, LAYER_NORM, LEARNABLE, MLP_OF_EXPERTS, NORMS, OFF_BY_ONE
 from ..costs.attention import cache_slots
 from .adapters import activated_linear
 from .attention.heads import Angles, Heads

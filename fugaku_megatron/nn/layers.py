@@ -25,8 +25,9 @@ from ..comm.autograd import (
 from ..comm.base import Comm
 from ..comm.grid import ALONE
 from ..config.lora import LoraConfig
-from ..config.model import LAYER_NORM, NORMS, ModelConfig
+from ..config.model import ModelConfig
 from ..config.parallel import A2A
+from ..config.rows import LAYER_NORM, NORMS
 from ..costs.records import overlap_blocks
 from .adapters import Adapter
 from .attention.heads import Angles

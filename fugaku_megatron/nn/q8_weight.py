@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..config.model import Q8_BLOCK
+from ..config.rows import Q8_BLOCK
 from ..host import kernels
 
 

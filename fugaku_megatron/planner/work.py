@@ -14,7 +14,8 @@ from types import MappingProxyType
 
 from ..config import features
 from ..config.layer_kinds import LayerKind
-from ..config.model import MLP_OF_EXPERTS, ModelConfig
+from ..config.model import ModelConfig
+from ..config.rows import MLP_OF_EXPERTS
 from ..config.run_config import RunConfig
 from ..costs import experts, memory
 from ..costs.layers import (

@@ -22,7 +22,8 @@ from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
 from ..config.fields import check, flag
 from ..config.lora import MATRICES, LoraConfig
-from ..config.model import COUNTED, MASKED, UNRESOLVED, ModelConfig
+from ..config.model import ModelConfig
+from ..config.rows import COUNTED, MASKED, UNRESOLVED
 from ..config.run_config import RunConfig
 from ..costs.plan import Plan
 from ..costs.vocabulary import padded_vocab_size

@@ -11,9 +11,8 @@ from ..cli.output_files import check_file
 from ..comm.agreement import Nodes, agree, differing, everywhere, on_root
 from ..comm.base import Comm
 from ..config import batches
-from ..config.fields import FieldValues, check, flag
-from ..config.run_config import RANK_FIELDS, RunConfig
-from ..config.training import RECOMPUTE
+from ..config.fields import BY_STAGE, FieldValues, check, flag
+from ..config.run_config import RunConfig, all_flags
 from ..costs.plan import Plan
 from ..data.chat.chat_files import check_mask_file
 from ..data.data_flags import listed_data, parse_data_path
@@ -29,9 +28,11 @@ def check_same_run(run: RunConfig, world: Comm) -> list[str]:
 
     Raise ValueError, with flag, values and ranks, if a flag must not differ.
     """
-    shared = {flag(name): value for name, value in run.values.items() if name not in RANK_FIELDS}
+    shared = {flag(each.name): run.values[each.name] for each in all_flags() if not each.differs}
     text = differing(world, shared)
-    recompute = {flag(name): run.values[name] for name in RECOMPUTE}
+    recompute = {
+        flag(each.name): run.values[each.name] for each in all_flags() if each.differs == BY_STAGE
+    }
     among = differing(world, recompute)
     tp = run.parallel.tensor_model_parallel_size
     if text is None and among is not None and world.size % tp == 0:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..comm.base import SoloComm
-from ..config.model import ACTIVATIONS, NORMS, RMS_NORM, ModelConfig
+from ..config.model import ModelConfig
+from ..config.rows import ACTIVATIONS, NORMS, RMS_NORM
 from ..config.run_config import RunConfig
 from ..costs.activations import sequence_shards
 from ..costs.vocabulary import vocabulary_rows

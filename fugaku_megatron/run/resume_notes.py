@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..checkpoint.load import Checkpoint
 from ..checkpoint.manifest import TRACKER, join, list_iterations
 from ..checkpoint.trusted import fault_note, suspects
 from ..comm.agreement import on_root
-from ..config.data import MARKING
-from ..config.experts import BALANCE, CAPACITY
-from ..config.fields import flag
-from ..config.model import ANGLES, COUNTED, MASKED
-from ..config.optimizer import MUON_FLAGS
+from ..config.architecture import ANGLES
+from ..config.fields import Meaning, flag
 from ..config.param_schedule import ParamSchedule
-from ..config.run_config import RunConfig
+from ..config.rows import COUNTED, MASKED
+from ..config.run_config import GROUP_OF, RunConfig, all_flags
 from ..config.sample_rules import MAX_SAMPLE, Skips
 from ..costs.vocabulary import padded_vocab_size, vocabulary_padding
 from ..text.named_files import JsonObject
@@ -39,18 +37,10 @@ def copies_note(trainer: Trainer) -> list[str]:
     ]
 
 
-# Fields that decide the number of samples of a run, by group.
-LENGTH = {
-    "training": ("train_iters", "train_samples", "train_tokens"),
-    "batch": ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule"),
-    "data": ("skip_samples",),
-}
-
-
 def order_note(run: RunConfig, resume: Resume) -> list[str]:
     if resume.order.train or run.data.mock_data or run.data.sft:
         return []
-    changed = differences(run, resume.config, LENGTH)
+    changed = differences(run, resume.config, lambda meaning: meaning.length)
     if not changed:
         return []
     return [
@@ -169,90 +159,24 @@ LAYOUT_SIZES = {
 }
 
 
-# Fields that decide the course of training besides the architecture, by group: a resumed run reports differences.
-COURSE = {
-    "model": (
-        "seq_length",
-        "mask_vocab_padding",
-        "use_z_loss",
-        "z_loss_strength",
-        "hidden_dropout",
-        "attention_dropout",
-        *BALANCE,
-        *CAPACITY,
-    ),
-    "batch": ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule"),
-    "optimizer": (
-        "optimizer",
-        *MUON_FLAGS,
-        "lr",
-        "min_lr",
-        "decoupled_lr",
-        "decoupled_min_lr",
-        "lr_decay_style",
-        "lr_decay_iters",
-        "lr_decay_samples",
-        "lr_warmup_iters",
-        "lr_warmup_samples",
-        "lr_warmup_fraction",
-        "lr_decay_tokens",
-        "lr_warmup_tokens",
-        "lr_warmup_init",
-        "lr_wsd_decay_style",
-        "lr_wsd_decay_iters",
-        "lr_wsd_decay_samples",
-        "weight_decay",
-        "start_weight_decay",
-        "end_weight_decay",
-        "weight_decay_incr_style",
-        "clip_grad",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_eps",
-    ),
-    "precision": ("bf16", "fp16", "loss_scale"),
-    "training": ("seed",),
-    "data": (
-        "data_path",
-        "train_data_path",
-        "valid_data_path",
-        "split",
-        "legacy_split",
-        "mock_data",
-        "sft",
-        "sft_truncate",
-        *MARKING,
-    ),
-    "system": (
-        "fp16_accumulation_chunk",
-        "fp32_matmul",
-        "int8",
-        "int8_wgrad",
-        "int8_head",
-        "int8_stochastic_rounding",
-    ),
-    "lora": ("lora_alpha", "lora_dropout", "lora_use_rslora", "lora_base_format"),
-}
-
-
 def differences(
-    run: RunConfig, saved: JsonObject, settings: Mapping[str, tuple[str, ...]] = COURSE
+    run: RunConfig,
+    saved: JsonObject,
+    decides: Callable[[Meaning], bool] = lambda meaning: meaning.course,
 ) -> list[str]:
-    """Return a phrase for each flag that differs from the saved config. settings: group -> fields"""
+    """Return a phrase for each flag that differs from the saved config. decides: meanings to compare"""
     phrases = []
-    for group, names in settings.items():
-        now = getattr(run, group)
-        before = saved.get(group, {})
-        for name in names:
-            if name not in before:
-                continue
-            # A manifest has lists for tuples, and Megatron-LM's arguments have tuples.
-            value, old = (
-                list(value) if isinstance(value, tuple) else value
-                for value in (getattr(now, name), before[name])
-            )
-            if value != old:
-                phrases.append(f"{flag(name)} is {value}, was {old}")
+    for each in all_flags():
+        before = saved.get(GROUP_OF[each.name], {})
+        if each.name not in before or not decides(each.meaning):
+            continue
+        # A manifest has lists for tuples, and Megatron-LM's arguments have tuples.
+        value, old = (
+            list(value) if isinstance(value, tuple) else value
+            for value in (run.values[each.name], before[each.name])
+        )
+        if value != old:
+            phrases.append(f"{flag(each.name)} is {value}, was {old}")
     return phrases
 
 
@@ -264,11 +188,12 @@ def mask_notes(run: RunConfig, checkpoint: Checkpoint) -> list[str]:
     converted = checkpoint.state.get("weights_only")  # without padding rows
     if masks == masked or converted or not vocabulary_padding(run):
         return notes
-    words = {True: MASKED, False: COUNTED}
+    now = MASKED if masks else COUNTED
+    before = MASKED if masked else COUNTED
     return [
         *notes,
-        f"note: --mask-vocab-padding is {words[masks]}, and was {words[masked]} in the run that saved the weights: the loss starts "
-        f"at another value; pass {words[masked]} to keep its sums",
+        f"note: --mask-vocab-padding is {now}, and was {before} in the run that saved the weights: the loss starts "
+        f"at another value; pass {before} to keep its sums",
     ]
 
 

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 from ..checkpoint.manifest import holds_megatron, latest_iteration, read_head
 from ..cli.arguments import Arguments, add_flags, interpret
 from ..cli.output_files import check_picture
+from ..config.architecture import ARCHITECTURE, with_block
 from ..config.fields import FieldValues, check
 from ..config.hybrid import with_layers
-from ..config.model import ARCHITECTURE, with_block
 from ..config.run_config import RunConfig
 from ..observe.hang.watchdog import HangSettings, Watchdog
 from ..start import environment, exit_codes

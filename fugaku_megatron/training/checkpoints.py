@@ -26,9 +26,9 @@ from ..checkpoint.trusted import REPLICAS, Fault, record_fault
 from ..comm.agreement import agree, on_root
 from ..comm.base import Comm
 from ..comm.grid import Groups
+from ..config.architecture import architecture, with_block
 from ..config.fields import check
 from ..config.layout import Layout
-from ..config.model import architecture, with_block
 from ..config.param_schedule import ParamSchedule
 from ..config.run_config import RunConfig
 from ..costs.buckets import zero_shards

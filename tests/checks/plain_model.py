@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fugaku_megatron.config.model import MLP_OF_EXPERTS
+from fugaku_megatron.config.rows import MLP_OF_EXPERTS
 from fugaku_megatron.config.run_config import ModelConfig
 from tests.checks.experts import plain_experts
 

@@ -23,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 from fugaku_megatron.checkpoint.manifest import read_manifest
 from fugaku_megatron.cli.arguments import parse
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.model import ModelConfig, architecture
+from fugaku_megatron.config.architecture import architecture
+from fugaku_megatron.config.model import ModelConfig
 from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.config.run_config import RunConfig, saved_run
 from fugaku_megatron.config.training import BatchConfig

@@ -17,7 +17,8 @@ import torch
 import fugaku_megatron as fm
 from fugaku_megatron.cli import program
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.config.model import ModelConfig, architecture
+from fugaku_megatron.config.architecture import architecture
+from fugaku_megatron.config.model import ModelConfig
 from fugaku_megatron.convert.megatron.delta_net import is_shifted, joined_parts, parts_of
 from fugaku_megatron.convert.open_weights import open_weights
 from fugaku_megatron.run.checkpoint_source import with_padding

@@ -21,7 +21,8 @@ from fugaku_megatron.checkpoint.manifest import read_manifest
 from fugaku_megatron.cli import program
 from fugaku_megatron.cli.arguments import build_parser, interpret
 from fugaku_megatron.comm.base import Comm, SoloComm
-from fugaku_megatron.config.model import ModelConfig, architecture
+from fugaku_megatron.config.architecture import architecture
+from fugaku_megatron.config.model import ModelConfig
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.convert.megatron.arguments import arguments_of
 from fugaku_megatron.convert.megatron.delta_net import parts_of, split_parts

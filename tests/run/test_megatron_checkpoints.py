@@ -12,8 +12,8 @@ import torch
 from fugaku_megatron.checkpoint.manifest import list_iterations
 from fugaku_megatron.cli.arguments import build_parser, interpret, parse
 from fugaku_megatron.comm.base import SoloComm
+from fugaku_megatron.config.architecture import architecture
 from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.config.model import architecture
 from fugaku_megatron.costs.plan import Plan
 from fugaku_megatron.data.token_arrays import TokenArrays
 from fugaku_megatron.observe.export.metrics_writer import MetricsWriter

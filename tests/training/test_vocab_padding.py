@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fugaku_megatron.checkpoint.manifest import read_manifest
 from fugaku_megatron.comm.base import Comm, SoloComm
-from fugaku_megatron.config.model import architecture
+from fugaku_megatron.config.architecture import architecture
 from fugaku_megatron.config.run_config import RunConfig, saved_run
 from fugaku_megatron.convert.hugging_face.conversion import open_hugging_face
 from fugaku_megatron.costs.vocabulary import padded_vocab_size

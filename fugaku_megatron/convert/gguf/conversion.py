@@ -11,7 +11,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...config.fields import check, flag
-from ...config.model import NORMS, RMS_NORM, YARN, YARN_SCALING, ModelConfig
+from ...config.fields import check, declarations, flag
+from ...config.model import YARN_DETAILS, ModelConfig
+from ...config.rows import NORMS, RMS_NORM, YARN
 from ...nn.attention.rotary_angles import frequencies
 from ...text.named_files import read_text
 from ...text.optional_packages import optional_package
@@ -157,10 +158,10 @@ def _differences(row: Kind, model: ModelConfig) -> Iterator[tuple[str, str]]:
 
 
 def _yarn_differences(model: ModelConfig) -> Iterator[tuple[str, str]]:
-    for f in fields(model):
-        value = getattr(model, f.name)
-        if f.name in YARN_SCALING[2:] and value != f.default:
-            yield f"{flag(f.name)} {value}", str(f.default)
+    for each in declarations(ModelConfig):
+        value = getattr(model, each.name)
+        if each.topic == YARN_DETAILS and value != each.default:
+            yield f"{flag(each.name)} {value}", str(each.default)
 
 
 def _add_numbers(writer: Any, model: ModelConfig, row: Kind) -> None:

@@ -7,7 +7,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from ...config.model import LEARNABLE, LEARNED, ROPE, SCALINGS, VANILLA, ModelConfig
+from ...config.fields import Declaration, declarations
+from ...config.model import SCALING, ModelConfig
+from ...config.rows import LEARNABLE, LEARNED, ROPE, VANILLA
 from ...nn.ops.activation import QUICK, XIELU_BETA, XIELU_LIMIT
 from .rope_rules import (
     NO_ROPE_LAYERS,
@@ -170,6 +172,11 @@ def _places(
         names = tuple(prefix + name for name in names)
         places[f"decoder.layers.{{}}.{ours}"] = Counterpart(names, arranged)
     return places
+
+
+def _defaults(has: Callable[[Declaration], object]) -> dict[str, Any]:
+    """Return the defaults of ModelConfig's fields with a trait."""
+    return {each.name: each.default for each in declarations(ModelConfig) if has(each)}
 
 
 _COMMON_BLOCK = {
@@ -371,8 +378,7 @@ PHI3 = _decoder(
     only={"embd_pdrop": (0.0,)},
     block={
         "position_embedding_type": ROPE,
-        **dict.fromkeys(SCALINGS),
-        "use_rope_scaling": False,
+        **_defaults(lambda each: each.topic == SCALING),
     },
     places=_places(
         {

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
+from ...config.architecture import architecture as shape_values
 from ...config.fields import check, check_type
-from ...config.model import MASKED, ModelConfig
-from ...config.model import architecture as shape_values
+from ...config.model import ModelConfig
+from ...config.rows import MASKED
 from ...text.named_files import JsonObject, about
 from .architectures import (
     ARCHITECTURES,

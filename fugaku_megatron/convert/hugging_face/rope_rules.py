@@ -6,9 +6,9 @@ import math
 from collections.abc import Collection
 from dataclasses import replace
 
-from ...config.fields import check, is_off
-from ...config.model import ROPE, YARN, ModelConfig
-from ...config.model import SCALINGS as FLAGS
+from ...config.fields import check, is_off, of_topic
+from ...config.model import SCALING, ModelConfig
+from ...config.rows import ROPE, YARN
 from ...text.named_files import JsonObject
 from .rules import (
     FILE,
@@ -338,5 +338,6 @@ def rotary_by_layer(base: float, window_base: float, name: str | None, every: in
 
 def scales_full_layers_alone(model: ModelConfig) -> bool:
     """Return True if no rope of a layer with a window is scaled."""
-    scaled = model.position_embedding_type == YARN or any(getattr(model, name) for name in FLAGS)
+    flags = of_topic(ModelConfig, SCALING)
+    scaled = model.position_embedding_type == YARN or any(getattr(model, name) for name in flags)
     return not scaled or model.window is None or model.window_rotary_base is not None

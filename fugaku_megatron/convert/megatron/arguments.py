@@ -13,51 +13,29 @@ import torch
 
 from ...cli.arguments import add_flags
 from ...cli.parser import Parser
-from ...config.experts import EXPERTS
-from ...config.fields import FieldValues, as_tuples, check, check_type, flag, is_off
+from ...config.experts import ExpertFields
+from ...config.fields import (
+    BY_LAYER,
+    CONSTANT,
+    OTHER_WEIGHTS,
+    OWN_FORM,
+    Declaration,
+    FieldValues,
+    as_tuples,
+    check,
+    check_type,
+    declarations,
+    flag,
+    is_off,
+)
 from ...config.hybrid import PER_SYMBOL, Pattern, parse_pattern, with_layers
 from ...config.layer_kinds import DENSE_SYMBOL, EXPERTS_SYMBOL, MIXERS, layer_pattern
 from ...config.megatron_flags import OTHER_FLAGS, saved_arguments
-from ...config.model import (
-    LEARNED,
-    MASKED,
-    MLP_OF_EXPERTS,
-    NO_POSITIONS,
-    ROPE,
-    ROPE_SCALING,
-    VANILLA,
-    ModelConfig,
-)
+from ...config.model import ModelConfig
+from ...config.rows import LEARNED, MASKED, MLP_OF_EXPERTS, NO_POSITIONS, NORMS, ROPE
 
+EXPERTS = tuple(each.name for each in declarations(ExpertFields))
 VERSION = 3.0  # of checkpoints that are written; since 2.0 each head, or group, has its queries, key and value together
-# Ours -> the values that arguments of theirs describe.
-_DESCRIBED: dict[str, tuple[Any, ...]] = {
-    "normalization": ("LayerNorm", "RMSNorm"),
-    "qk_layernorm_all_heads": (False,),
-    "geglu": (False,),
-    "activation_func": (None,),
-    "parallel_residual": (False,),
-    "embedding_multiplier": (1.0,),
-    "rope_dynamic_factor": (None,),
-    "residual_multiplier": (1.0,),
-    "attention_multiplier": (None,),
-    "logits_scaling": (1.0,),
-    "window_rotary_base": (None,),
-    "norm_placement": ("pre",),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "xielu": (False,),
-}
-# Arguments of both programs, whose weights are not converted -> the values that are.
-_NOT_CONVERTED: dict[str, tuple[Any, ...]] = {
-    "softmax_type": (VANILLA,),
-    "quick_geglu": (False,),
-    "glu_linear_offset": (0,),
-    "activation_func_clamp_value": (None,),
-}
-_CONSTANTS = ROPE_SCALING[
-    1:
-]  # fields without an argument there: Megatron-LM computes the defaults of here
 # Arguments of experts that change what their weights mean.
 _EXPERT_VARIANTS = (
     "moe_apply_probs_on_input",
@@ -79,20 +57,6 @@ READ = frozenset(
         *(f.name for f in fields(ModelConfig) if f.name != "layer_types"),
     }
 )
-# Arguments that are a number or a list there, and text here.
-BY_LAYER = (*PER_SYMBOL, "linear_attention_freq")
-_OWN = (
-    *EXPERTS,
-    "disable_bias_linear",
-    "position_embedding_type",
-    "window_size",
-    *BY_LAYER,
-    "layer_types",
-    "vocab_size",
-    "padded_vocab_size",
-    "make_vocab_size_divisible_by",
-    "mask_vocab_padding",
-)
 
 
 def by_name(args: FieldValues | argparse.Namespace) -> FieldValues:
@@ -104,11 +68,11 @@ def check_saved(given: Mapping[str, Any], ignored: Collection[str] = ()) -> None
 
     ignored: names that the user declares harmless
     """
-    for name, converted in _NOT_CONVERTED.items():
-        value = given.get(name)
+    for each in declarations(ModelConfig):
+        value = given.get(each.name)
         check(
-            value is None or value in converted,
-            f"{name} is {value!r:.60}: Megatron-LM's weights of such layers are not converted",
+            each.megatron != OTHER_WEIGHTS or value is None or value == each.default,
+            f"{each.name} is {value!r:.60}: Megatron-LM's weights of such layers are not converted",
         )
     variants = () if given.get("num_experts") is None else _EXPERT_VARIANTS
     for name in variants:
@@ -174,7 +138,6 @@ def model_of(
     )
     if window := given.get("window_size"):
         values["window_size"] = window if isinstance(window, str) else ",".join(map(str, window))
-    values |= {name: str(given[name]) for name in BY_LAYER if not is_off(given.get(name))}
     pattern = pattern_of(given)
     if pattern is not None:
         values["hybrid_layer_pattern"] = pattern
@@ -203,22 +166,22 @@ def _check_biases(model: ModelConfig) -> None:
 
 def _values(given: FieldValues) -> FieldValues:
     """Return the values of fields of the same name."""
-    left_out = {*_OWN}
-    if given.get("num_experts") is not None:
-        left_out -= {*EXPERTS}
+    left_out = EXPERTS if given.get("num_experts") is None else ()
     if given.get("norm_epsilon") is not None:  # the newer name
         given = {**given, "layernorm_epsilon": given["norm_epsilon"]}
     values: FieldValues = {}
-    for f in fields(ModelConfig):
-        value = given.get(f.name)
-        if value is None or f.name in left_out:
+    for each in declarations(ModelConfig):
+        value = given.get(each.name)
+        by_layer = each.megatron == BY_LAYER
+        absent = is_off(value) if by_layer else value is None
+        if absent or each.megatron == OWN_FORM or each.name in left_out:
             continue
-        if f.name == "moe_layer_freq":
+        if by_layer:
             value = str(value)
-        elif f.type.startswith("tuple") and not isinstance(value, list | tuple):
+        elif each.nargs == "+" and not isinstance(value, list | tuple):
             value = (value,)
-        check_type(f, value)
-        values[f.name] = value
+        check_type(each, value)
+        values[each.name] = value
     return as_tuples(values)
 
 
@@ -270,25 +233,16 @@ def arguments_of(
     Raise ValueError for a model that Megatron-LM cannot describe.
     """
     _check_biases(model)
-    for name, values in (_DESCRIBED | _NOT_CONVERTED).items():
-        check(
-            getattr(model, name) in values,
-            f"{flag(name)} is {getattr(model, name)}, and Megatron-LM's GPT computes "
-            f"{' or '.join(map(str, values))}",
-        )
-    for f in fields(ModelConfig):
-        value = getattr(model, f.name)
-        check(
-            f.name not in _CONSTANTS or not model.use_rope_scaling or value == f.default,
-            f"{flag(f.name)} is {value}, and "
-            f"Megatron-LM computes {f.default}, for which it has no argument",
-        )
-    same = {f.name: getattr(model, f.name) for f in fields(ModelConfig) if f.name not in _OWN}
+    _check_described(model)
+    same = {each.name: _argument(model, each) for each in declarations(ModelConfig)}
+    for each in declarations(ModelConfig):
+        experts_alone = each.name in EXPERTS and each.name != "num_experts"
+        if each.megatron == OWN_FORM or (experts_alone and model.num_experts is None):
+            del same[each.name]
     same["num_query_groups"] = (
         model.num_query_groups or 1
     )  # its default, which counts with group_query_attention
     window = None if model.window is None else (model.window - 1, 0)
-    same |= {name: _by_layer(model, name) for name in BY_LAYER}
     return argparse.Namespace(
         **same,
         norm_epsilon=model.layernorm_epsilon,
@@ -302,7 +256,6 @@ def arguments_of(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=None,
-        **_expert_arguments(model),
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
@@ -313,18 +266,37 @@ def arguments_of(
     )
 
 
-def _by_layer(model: ModelConfig, name: str) -> int | list[int] | None:
-    text = getattr(model, name)
-    found = None if text is None else layer_pattern(name, text, model.num_layers)
-    return list(map(int, found)) if isinstance(found, tuple) else found
+def _check_described(model: ModelConfig) -> None:
+    """Raise ValueError for a value without an argument of Megatron-LM, or whose weights are not converted."""
+    for each in declarations(ModelConfig):
+        value = getattr(model, each.name)
+        described = [each.default]
+        if each.name == "normalization":
+            described = [name for name, row in NORMS.items() if row.megatron]
+        elif each.megatron not in (None, OTHER_WEIGHTS):
+            continue
+        check(
+            value in described,
+            f"{flag(each.name)} is {value}, and Megatron-LM's GPT computes "
+            f"{' or '.join(map(str, described))}",
+        )
+    for each in declarations(ModelConfig):
+        value = getattr(model, each.name)
+        check(
+            each.megatron != CONSTANT or not model.use_rope_scaling or value == each.default,
+            f"{flag(each.name)} is {value}, and Megatron-LM computes {each.default}, for which it "
+            "has no argument",
+        )
 
 
-def _expert_arguments(model: ModelConfig) -> FieldValues:
-    if model.num_experts is None:
-        return {"num_experts": None}
-    values = {name: getattr(model, name) for name in EXPERTS}
-    values["moe_layer_freq"] = _by_layer(model, "moe_layer_freq")
-    for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
-        several = values[name]
-        values[name] = list(several) if len(several) > 1 else several[0]
-    return values
+def _argument(model: ModelConfig, field: Declaration) -> Any:
+    """Return a value in Megatron-LM's form: patterns as numbers or lists, tuples of one value as the value."""
+    value = getattr(model, field.name)
+    if value is None:
+        return None
+    if field.megatron == BY_LAYER:
+        found = layer_pattern(field.name, value, model.num_layers)
+        return list(map(int, found)) if isinstance(found, tuple) else found
+    if isinstance(value, tuple):
+        return list(value) if len(value) > 1 else value[0]
+    return value

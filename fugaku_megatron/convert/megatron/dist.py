@@ -24,7 +24,8 @@ from ...checkpoint.manifest import RELEASE, TORCH_DIST_COMMON, TRACKER, write_te
 from ...config.fields import check
 from ...config.hybrid import parse_pattern
 from ...config.layer_kinds import MIXERS, LayerKind
-from ...config.model import MLP_OF_EXPERTS, ModelConfig
+from ...config.model import ModelConfig
+from ...config.rows import MLP_OF_EXPERTS
 from ...costs.vocabulary import round_up
 from ...nn.model import OUTPUT, VOCABULARY, WORD_EMBEDDINGS
 from ...nn.parameter import ParameterSpec

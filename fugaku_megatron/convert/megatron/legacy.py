@@ -21,7 +21,8 @@ from torch import Tensor
 from ...checkpoint.manifest import RELEASE, TRACKER, write_text
 from ...config.fields import check
 from ...config.layer_kinds import ATTENTION
-from ...config.model import MLP_OF_EXPERTS, ModelConfig
+from ...config.model import ModelConfig
+from ...config.rows import MLP_OF_EXPERTS
 from ...costs.vocabulary import round_up
 from ...nn.model import OUTPUT, VOCABULARY, WORD_EMBEDDINGS
 from ...nn.parameter import ParameterSpec

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from ...checkpoint.load import Checkpoint, Foreign
 from ...config.fields import check, check_type
-from ...config.model import COUNTED
 from ...config.optimizer import MOMENTS, OptimizerConfig
 from ...config.param_schedule import ParamSchedule
 from ...config.precision import PrecisionConfig
+from ...config.rows import COUNTED
 from ...config.run_config import GROUPS
 from ...text.named_files import JsonObject
 from .dist import STATE, DistReader, LayerKey, dist_reader

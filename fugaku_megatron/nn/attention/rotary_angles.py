@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...config.model import YARN, ModelConfig
+from ...config.model import ModelConfig
+from ...config.rows import YARN
 from .heads import Angles
 
 

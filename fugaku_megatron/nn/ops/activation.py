@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...config.model import ACTIVATIONS, ModelConfig
+from ...config.model import ModelConfig
+from ...config.rows import ACTIVATIONS
 from ..gradients import accumulate
 from .backend import Backend
 

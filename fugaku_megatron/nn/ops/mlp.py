@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...comm.autograd import Function, Gradients, gather_sequence, reduce_scatter_sequence
 from ...comm.base import Comm
-from ...config.model import ACTIVATIONS
+from ...config.rows import ACTIVATIONS
 from ..gradients import as_rows, gradient_of, is_frozen
 from ..parameter_views import matrix
 from ..q8_weight import columns_of, keywords

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...comm.autograd import Function, Gathering, Gradients, RowBlocks, Summing
-from ...config.model import ACTIVATIONS
+from ...config.rows import ACTIVATIONS
 from ..gradients import as_rows
 from .activation import activate, is_fused
 from .backend import Backend
