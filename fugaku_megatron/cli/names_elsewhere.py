@@ -80,6 +80,11 @@ EQUIVALENTS = (
     Equivalent("keep-last", "save-total-limit"),
     Equivalent("wandb-project", "report-to use-wandb wandb"),
     Equivalent(
+        "otel-enabled",
+        "prometheus-textfile",  # of earlier versions
+        ", and OTEL_EXPORTER_OTLP_METRICS_ENDPOINT=http://HOST:9090/api/v1/otlp/v1/metrics for Prometheus",
+    ),
+    Equivalent(
         "recompute-granularity", "gradient-checkpointing activation-checkpointing", ", such as full"
     ),
     Equivalent("bf16", "mixed-precision torch-dtype dtype precision"),

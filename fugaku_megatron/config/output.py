@@ -18,8 +18,6 @@ from .fields import (
 from .rules import check_rules
 from .span_groups import span_groups
 
-TEXTFILE_SUFFIX = ".prom"  # of the files that node_exporter reads
-
 # Replacements of flags in a program with a Trainer.
 _SAVE = "call Trainer.save in the loop over steps"
 _PRINT = "print the fields of Step in the loop over steps"
@@ -193,13 +191,6 @@ class OutputConfig:
         needs="otel_enabled",
         library="only the command has spans",
     )
-    prometheus_textfile: str | None = optional(
-        "file NAME.prom with the figures of the last log interval for node_exporter's textfile collector, "
-        "labelled run=NAME",
-        meaning=FREE,
-        differs=BY_RANK,
-        library="write the fields of Step",
-    )
     log_params_norm: bool = switch("log the norm of the weights", meaning=FREE)
     log_num_zeros_in_grad: bool = switch("log the number of zero gradient elements", meaning=FREE)
     profile: bool = switch(
@@ -244,11 +235,6 @@ class OutputConfig:
         check_fields(self)
         check_rules(self, "output")
         span_groups(self.otel_span_groups)
-        check(
-            self.prometheus_textfile is None or self.prometheus_textfile.endswith(TEXTFILE_SUFFIX),
-            f"--prometheus-textfile {self.prometheus_textfile}: node_exporter reads files that end in {TEXTFILE_SUFFIX}: "
-            f"pass NAME{TEXTFILE_SUFFIX}",
-        )
         check(
             self.tensorboard_dir is None or is_unicode(self.tensorboard_dir),
             f"--tensorboard-dir {self.tensorboard_dir}: "

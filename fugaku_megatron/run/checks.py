@@ -128,7 +128,6 @@ def check_outputs(plan: Plan, resume: Resume, world: Comm, nodes: Nodes) -> None
     if output.tensorboard_dir:
         check_writable(output.tensorboard_dir, world, "--tensorboard-dir", (0,))
     on_root(world, lambda: check_file("--log-file", output.log_file))
-    on_root(world, lambda: check_file("--prometheus-textfile", output.prometheus_textfile))
     on_root(world, lambda: check_file("--log-ranks", output.log_ranks))
     if output.profile:
         ranks = profiled_ranks(output, plan.layout)

@@ -15,6 +15,7 @@ from ..checkpoint.save import BackgroundSave
 from ..config.run_config import RunConfig
 from ..costs.flops import hardware_flops
 from ..host import allocator, machine, runtime
+from ..observe.export import spans
 from ..observe.export.history import HISTORY
 from ..observe.export.metrics_writer import MetricsWriter
 from ..observe.export.telemetry import Telemetry
@@ -25,7 +26,6 @@ from ..observe.log.iteration_metrics import IterationMetrics
 from ..observe.numbers.abft import Checksums
 from ..observe.numbers.nonfinite import find_nonfinite
 from ..observe.observer import Observer
-from ..observe.profile import spans
 from ..observe.profile.profile import Profile
 from ..start.exit_codes import ExitCode
 from ..start.signals import StopSignals

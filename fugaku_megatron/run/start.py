@@ -5,9 +5,8 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 from ..checkpoint.lock import hold
@@ -17,7 +16,6 @@ from ..comm.base import Comm
 from ..comm.grid import Grid, Groups
 from ..comm.node import share_groups
 from ..config.faults import COMPARISON_INTERVAL
-from ..config.run_config import RunConfig
 from ..costs.plan import Plan
 from ..data.reader_group import ReaderGroup
 from ..data.unchanged import records
@@ -25,10 +23,10 @@ from ..host import allocator, kernels, runtime
 from ..host.allocator import peak_memory_mib
 from ..host.energy import Counters
 from ..host.observed import Phases
-from ..observe.export.history import HISTORY
+from ..observe.export import spans
 from ..observe.export.metrics_writer import LogOutputs, MetricsWriter, format_peak_memory
 from ..observe.export.telemetry import Otlp, Telemetry
-from ..observe.export.wandb_run import WandbRun
+from ..observe.export.writers import open_writers
 from ..observe.hang.heartbeat import Heartbeat
 from ..observe.hang.stragglers import RankTimes
 from ..observe.hang.watchdog import Watchdog
@@ -36,7 +34,6 @@ from ..observe.log.screen import append
 from ..observe.numbers.abft import Checksums
 from ..observe.numbers.rerun import Rerun
 from ..observe.observers import Heartbeats, Observers, place
-from ..observe.profile import spans
 from ..observe.profile.profile import Profile
 from ..observe.resources.energy import EnergyWatch
 from ..observe.resources.memory_watch import MemoryWatch, check_memory, rank_bytes
@@ -146,19 +143,6 @@ def build(
     return Built(trainer, observers, valid_sizes(plan, valid, world))
 
 
-def wandb_run(run: RunConfig) -> WandbRun | None:
-    output = run.output
-    if output.wandb_project is None or output.wandb_exp_name is None:
-        return None
-    return WandbRun(
-        output.wandb_project,
-        output.wandb_exp_name,
-        output.wandb_entity,
-        output.wandb_save_dir or output.save,
-        asdict(run),
-    )
-
-
 def _say(log_file: str | None, world: Comm, *lines: str | None) -> None:
     known = [line for line in lines if line]
     if world.rank != 0:
@@ -224,20 +208,16 @@ def start(
     trainer.order = resume.order.or_else(plan.length.train_samples, plan.length.valid_samples)
 
     enter("the start")
-    output = run.output
+    printing = world.rank == 0
     writer = MetricsWriter(
         plan.length.iterations,
         plan.log_interval,
         LogOutputs(
-            tensorboard_dir=output.tensorboard_dir,
-            history=Path(output.save) / HISTORY if output.save else None,
-            live=output.log_live,
-            log_file=output.log_file,
-            wandb=wandb_run(run),
-            telemetry=telemetry,
-            textfile=output.prometheus_textfile,
+            live=run.output.log_live,
+            log_file=run.output.log_file,
+            writers=(*open_writers(run, plan.iteration, printing, say), telemetry),
         ),
-        printing=world.rank == 0,
+        printing=printing,
         start_iteration=plan.iteration,
     )
     if run.numbers.rerun_on_spike:

@@ -198,7 +198,6 @@ VALUES: dict[str, Any] = {
     "otel_enabled": True,
     "otel_service_name": "a",
     "otel_span_groups": "all",
-    "prometheus_textfile": "a.prom",
     "profile": True,
     "profile_step_start": 4,
     "profile_step_end": 6,

@@ -25,7 +25,7 @@ from fugaku_megatron.nn.experts import Order, Route, in_turn, kept
 from fugaku_megatron.nn.forward_context import Pass
 from fugaku_megatron.nn.gradients import parts
 from fugaku_megatron.nn.ops import Ops, recompute
-from fugaku_megatron.observe.export.history import read_history
+from fugaku_megatron.observe.export.history import History, read_history
 from fugaku_megatron.observe.export.metrics_writer import LogOutputs, MetricsWriter
 from fugaku_megatron.observe.log import expert_load
 from fugaku_megatron.observe.log.iteration_metrics import parse_line
@@ -369,7 +369,7 @@ def test_the_log_has_losses_and_loads(tmp_path, capsys):
         }
     )
     with contextlib.closing(make_trainer(SoloComm(), run)) as trainer:
-        writer = MetricsWriter(4, 2, LogOutputs(history=tmp_path / "history.jsonl"))
+        writer = MetricsWriter(4, 2, LogOutputs(writers=[History(tmp_path / "history.jsonl")]))
         Session(trainer, writer, 4, ()).run()
         writer.close()
     lines = [parse_line(line) for line in capsys.readouterr().out.splitlines() if "lm loss" in line]

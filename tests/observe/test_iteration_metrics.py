@@ -11,8 +11,10 @@ import sys
 import pytest
 
 from fugaku_megatron.costs.plan import Plan
-from fugaku_megatron.observe.export import history, metrics_writer
+from fugaku_megatron.observe.export import history, metrics_writer, writers
+from fugaku_megatron.observe.export.history import History
 from fugaku_megatron.observe.export.metrics_writer import LogOutputs, MetricsWriter
+from fugaku_megatron.observe.export.writers import TensorBoard, open_writers
 from fugaku_megatron.observe.log.iteration_metrics import (
     METRICS,
     IterationMetrics,
@@ -134,7 +136,7 @@ def test_skipped_iterations_are_counted_and_do_not_enter_the_loss():
 
 def test_history_holds_training_and_validation_and_a_restart_drops_what_it_repeats(tmp_path):
     path = tmp_path / "logs" / "history.jsonl"
-    writer = _writer(1, history=path)
+    writer = _writer(1, writers=[History(path)])
     lines = [writer.add(_step(i, lm_loss=10.0 - i)) for i in (1, 2, 3)]
     writer.validation(3, 7.5, 24)
     writer.close()
@@ -146,7 +148,7 @@ def test_history_holds_training_and_validation_and_a_restart_drops_what_it_repea
         "consumed_samples": 24,
         "lm_loss": 7.5,
     }
-    writer = MetricsWriter(10, 1, LogOutputs(stream=io.StringIO(), history=path), start_iteration=2)
+    writer = _writer(1, writers=[History(path, 2)])
     writer.add(_step(3, lm_loss=6.0))
     writer.close()
     with open(path, "a") as file:
@@ -160,9 +162,7 @@ def test_history_holds_training_and_validation_and_a_restart_drops_what_it_repea
     writer = MetricsWriter(
         10,
         1,
-        LogOutputs(
-            live="on", stream=stream, tensorboard_dir=tmp_path / "tb", history=tmp_path / "history"
-        ),
+        LogOutputs(live="on", stream=stream),
         printing=False,
     )
     assert writer.add(_step(1)).lm_loss == 10.0
@@ -173,7 +173,7 @@ def test_history_holds_training_and_validation_and_a_restart_drops_what_it_repea
 
 def test_the_end_of_a_run_flushes_an_interval_once(tmp_path):
     stream = io.StringIO()
-    writer = _writer(4, stream=stream, history=tmp_path / "history.jsonl")
+    writer = _writer(4, stream=stream, writers=[History(tmp_path / "history.jsonl")])
     for iteration in range(1, 7):
         writer.add(_step(iteration, lm_loss=float(iteration)))
     got = writer.flush()
@@ -188,7 +188,8 @@ def test_the_end_of_a_run_flushes_an_interval_once(tmp_path):
 def test_a_full_disk_delays_the_history_and_ends_no_run(tmp_path, monkeypatch):
     stream = io.StringIO()
     path = tmp_path / "history.jsonl"
-    writer = _writer(1, stream=stream, history=path)
+    history_file = History(path)
+    writer = _writer(1, stream=stream, writers=[history_file])
 
     class Full(io.FileIO):
         full = True
@@ -199,7 +200,7 @@ def test_a_full_disk_delays_the_history_and_ends_no_run(tmp_path, monkeypatch):
             return super().write(data)
 
     disk = Full(path, "a")
-    writer._history = io.TextIOWrapper(io.BufferedWriter(disk))
+    history_file._file = io.TextIOWrapper(io.BufferedWriter(disk))
     writer.add(_step(1))
     assert "history.jsonl: not written yet: No space left on device" in stream.getvalue()
     disk.full = False
@@ -214,7 +215,7 @@ def test_tensorboard_has_megatrons_tags(tmp_path):
     event_accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator"
     )
-    writer = _writer(2, tensorboard_dir=tmp_path)
+    writer = _writer(2, writers=[TensorBoard(str(tmp_path))])
     for i in (1, 2):
         writer.add(_step(i, consumed_samples=8 * i, lm_loss=10.0 - i, grad_norm=1.5))
     writer.validation(2, 3.0, 16)
@@ -241,12 +242,12 @@ def test_tensorboard_has_megatrons_tags(tmp_path):
 
 
 @pytest.mark.parametrize("printing", [True, False])
-def test_missing_tensorboard_is_one_clear_error_on_every_rank(tmp_path, monkeypatch, printing):
-    monkeypatch.setattr(metrics_writer.importlib.util, "find_spec", lambda name: None)
+def test_missing_tensorboard_is_one_clear_error_on_every_rank(monkeypatch, printing):
+    monkeypatch.setattr(writers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         ValueError, match="--tensorboard-dir .*: a package is missing: pip install tensorboard"
     ):
-        MetricsWriter(10, 1, LogOutputs(tensorboard_dir=tmp_path), printing=printing)
+        open_writers(small_run(tensorboard_dir="events"), 0, printing, print)
 
 
 @pytest.mark.system
@@ -283,7 +284,7 @@ def test_a_history_that_cannot_be_continued_is_refused_with_its_name(tmp_path, m
     path = tmp_path / "history.jsonl"
     make(path)
     with pytest.raises(ValueError, match=problem) as raised:
-        _writer(1, history=path)
+        History(path)
     assert str(path) in str(raised.value)
 
 

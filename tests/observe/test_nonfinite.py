@@ -18,7 +18,7 @@ from fugaku_megatron.host import kernels
 from fugaku_megatron.host.observed import Observed
 from fugaku_megatron.nn.layers import dropout_stream
 from fugaku_megatron.nn.ops import Ops
-from fugaku_megatron.observe.export.history import read_history
+from fugaku_megatron.observe.export.history import History, read_history
 from fugaku_megatron.observe.export.metrics_writer import LogOutputs, MetricsWriter
 from fugaku_megatron.observe.numbers.nonfinite import find_nonfinite
 from fugaku_megatron.observe.numbers.rerun import ENOUGH, WINDOW, Rerun, Spikes, bit_sum
@@ -184,7 +184,9 @@ def test_weight_gradients_and_their_sums():
 def test_one_line_in_the_log_and_in_the_history(tmp_path, capsys):
     run = small_run(num_layers=2, train_iters=3)
     trainer = make_trainer(SoloComm(), run, faulty_ops("attention_forward", 1, 20))
-    writer = MetricsWriter(3, 1, LogOutputs(history=tmp_path / "history.jsonl", live="off"))
+    writer = MetricsWriter(
+        3, 1, LogOutputs(writers=[History(tmp_path / "history.jsonl")], live="off")
+    )
     Session(trainer, writer, 3, (), signals=SimpleNamespace(stop_requested=False)).run()
     trainer.close()
     writer.close()

@@ -1,13 +1,9 @@
-"""Export of figures and spans: OTLP to a collector, and a file for node_exporter."""
+"""Export of figures and spans by OTLP to a collector."""
 
-import contextlib
-import errno
 import json
 import logging
-import os
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 
 import pytest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
@@ -19,7 +15,6 @@ from fugaku_megatron.cli.arguments import parse
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.span_groups import span_groups
 from fugaku_megatron.observe.export import telemetry as telemetry_module
-from fugaku_megatron.observe.export.metrics_writer import LogOutputs, MetricsWriter
 from fugaku_megatron.observe.export.telemetry import Otlp, Telemetry
 from fugaku_megatron.observe.hang.watchdog import Watchdog
 from fugaku_megatron.observe.log.iteration_metrics import IterationMetrics
@@ -221,7 +216,7 @@ def test_wrong_variables_are_one_line(monkeypatch):
 def test_skipped_iterations_are_counted(collector):
     telemetry = Telemetry(Otlp("s", frozenset()))
     for skipped in (1, 0, 2):
-        telemetry.record(IterationMetrics(iteration=1, train_iters=2, skipped=skipped))
+        telemetry.interval(IterationMetrics(iteration=1, train_iters=2, skipped=skipped))
     telemetry.close()
     (count,) = collector.metrics["megatron.training.skipped_iters"].sum.data_points
     assert count.as_int == 3 and not collector.spans
@@ -261,63 +256,6 @@ def test_groups_of_spans():
     )
 
 
-def test_the_file_of_node_exporter_is_whole_at_any_time(tmp_path):
-    file = tmp_path / 'a "run".prom'
-    with contextlib.closing(MetricsWriter(4, 2, LogOutputs(textfile=file))) as writer:
-        for iteration in range(1, 5):
-            writer.add(
-                IterationMetrics(
-                    iteration,
-                    4,
-                    elapsed_seconds=0.5,
-                    lm_loss=float(iteration),
-                    global_batch_size=8,
-                    skipped=int(iteration == 3),
-                    tflops=1.0,
-                )
-            )
-    assert file.read_text().splitlines() == [
-        "# HELP megatron_training_step_duration_ms Mean seconds of an iteration x 1000",
-        "# TYPE megatron_training_step_duration_ms summary",
-        'megatron_training_step_duration_ms_sum{run="a \\"run\\""} 1000.0',
-        'megatron_training_step_duration_ms_count{run="a \\"run\\""} 2',
-        "# HELP megatron_training_loss Mean training loss of the log interval",
-        "# TYPE megatron_training_loss gauge",
-        'megatron_training_loss{run="a \\"run\\""} 4.0',
-        "# HELP megatron_training_throughput_tflops TFLOP/s of a rank",
-        "# TYPE megatron_training_throughput_tflops gauge",
-        'megatron_training_throughput_tflops{run="a \\"run\\""} 1.0',
-        "# HELP megatron_training_skipped_iters_total Iterations without an update",
-        "# TYPE megatron_training_skipped_iters_total counter",
-        'megatron_training_skipped_iters_total{run="a \\"run\\""} 1.0',
-    ]
-    assert list(tmp_path.iterdir()) == [file]
-
-
-def test_a_failed_write_leaves_the_old_file_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
-    file = tmp_path / "run.prom"
-    metrics = IterationMetrics(
-        1, 4, elapsed_seconds=1.0, lm_loss=1.0, global_batch_size=1, skipped=0, tflops=1.0
-    )
-    writer = MetricsWriter(4, 1, LogOutputs(textfile=file))
-    writer.add(metrics)
-    before = file.read_text()
-    with monkeypatch.context() as full:
-        full.setattr(Path, "replace", failing)
-        writer.add(metrics)
-    assert file.read_text() == before and list(tmp_path.iterdir()) == [file]
-    assert "run.prom: not written: No space left on device" in capsys.readouterr().out
-
-
-def failing(*_):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def test_where_the_file_of_node_exporter_may_be(tmp_path):
-    plain = [word for word in WORDS if word != "--otel-enabled"]
-    with pytest.raises(ValueError, match=r"run.txt: node_exporter reads files that end in .prom"):
-        parse([*plain, "--prometheus-textfile", "run.txt"])
-    missing = tmp_path / "missing" / "run.prom"
-    arguments = parse([*plain, "--prometheus-textfile", str(missing)])
-    with pytest.raises(ValueError, match="--prometheus-textfile .* is not a directory"):
-        start_module.pretrain(arguments, SoloComm(), Watchdog.off())
+def test_the_file_for_node_exporter_names_otlp():
+    with pytest.raises(ValueError, match="--otel-enabled, and OTEL_EXPORTER_OTLP_METRICS.*/otlp"):
+        parse([*PLAIN, "--prometheus-textfile", "run.prom"])

@@ -4,7 +4,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,11 +20,10 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.megatron_flags import OTHER_FLAGS, OtherFlag
 from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.costs.plan import Plan
-from fugaku_megatron.observe.export import metrics_writer, wandb_run
+from fugaku_megatron.observe.export import writers
 from fugaku_megatron.observe.export.metrics_writer import LogOutputs, MetricsWriter
-from fugaku_megatron.observe.export.wandb_run import WandbRun
+from fugaku_megatron.observe.export.writers import WandbRun, open_writers
 from fugaku_megatron.run import data as data_module
-from fugaku_megatron.run import start as start_module
 from fugaku_megatron.run.loop import Session
 from fugaku_megatron.run.tokenizer import read_tokenizer, with_vocabulary
 from tests.checks.tokenizers import PIECES, TEXTS, write_sentencepiece
@@ -217,8 +216,9 @@ def test_wandb_gets_the_figures_and_is_offline_without_a_network(
     package, monkeypatch, tmp_path, capsys
 ):
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    wanted = WandbRun("project", "name", "team", str(tmp_path / "new"), {"lr": 1})
-    writer = MetricsWriter(10, 5, LogOutputs(wandb=wanted))
+    words = "--wandb-project project --wandb-exp-name name --wandb-entity team --wandb-save-dir"
+    run = parse([*BASE, *words.split(), str(tmp_path / "new")]).run
+    writer = MetricsWriter(10, 5, LogOutputs(writers=open_writers(run, 0, True, print)))
     writer.validation(5, 2.0, 80)
     writer.close()
     assert package.given == {
@@ -226,22 +226,22 @@ def test_wandb_gets_the_figures_and_is_offline_without_a_network(
         "name": "name",
         "entity": "team",
         "dir": str(tmp_path / "new"),
-        "config": {"lr": 1},
+        "config": asdict(run),
         "mode": "offline",
     }
     assert (5, {"lm loss validation": 2.0}) in package.logged and package.finished
     assert "--wandb-project: offline" in capsys.readouterr().out
-    MetricsWriter(10, 5, LogOutputs(wandb=wanted), printing=False).close()
-    assert not package.logged or package.finished
-    monkeypatch.setattr(wandb_run, "_reachable", lambda: True)
-    MetricsWriter(10, 5, LogOutputs(wandb=wanted)).close()
+    assert open_writers(run, 0, False, print) == []
+    monkeypatch.setattr(writers, "_reachable", lambda: True)
+    open_writers(run, 0, True, print)
     assert package.given["mode"] == "online"
 
 
 def test_an_error_of_wandb_does_not_end_the_run(package, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setattr(package, "init", lambda **given: 1 / 0)
-    MetricsWriter(10, 5, LogOutputs(wandb=WandbRun("project", "name"))).validation(5, 2.0, 80)
+    wandb = WandbRun("project", "name", print)
+    MetricsWriter(10, 5, LogOutputs(writers=[wandb])).validation(5, 2.0, 80)
     assert (
         "--wandb-project project: division by zero; the run continues without it"
         in capsys.readouterr().out
@@ -281,11 +281,13 @@ def test_the_real_package_keeps_a_run_offline(tmp_path):
 
 
 def test_wandb_that_is_not_installed(monkeypatch):
-    monkeypatch.setattr(metrics_writer.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(writers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         ValueError, match="--wandb-project p: a package is missing: pip install wandb"
     ):
-        MetricsWriter(10, 5, LogOutputs(wandb=WandbRun("p", "n")))
+        open_writers(
+            parse([*BASE, *"--wandb-project p --wandb-exp-name n".split()]).run, 0, False, print
+        )
     assert refusal("--wandb-project", "p").startswith("--wandb-project p needs --wandb-exp-name")
     assert parse([*BASE, "--wandb-entity", "e"]).notes == (
         "--wandb-entity has no effect without --wandb-project",
@@ -447,9 +449,9 @@ def test_the_flags_of_a_production_script_and_a_sentencepiece_model_start_a_shru
         data = data_module.build_data(Plan(run, Layout.from_run(run, world.size)), groups)
         trainer = build_trainer(run, world, *data, groups=groups, tokenizer=record)
         iterations, _ = run_length(run, 8, 0, 0)
-        writer = MetricsWriter(
-            iterations, 1, LogOutputs(wandb=start_module.wandb_run(run)), printing=world.rank == 0
-        )
+        printing = world.rank == 0
+        outputs = LogOutputs(writers=open_writers(run, 0, printing, print))
+        writer = MetricsWriter(iterations, 1, outputs, printing=printing)
         Session(trainer, writer, iterations, ()).run()
         trainer.close()
         writer.close()

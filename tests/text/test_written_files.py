@@ -14,7 +14,7 @@ from fugaku_megatron.checkpoint import manifest
 from fugaku_megatron.cli import program
 from fugaku_megatron.cli.output_files import check_file
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
-from fugaku_megatron.observe.export.history import open_history
+from fugaku_megatron.observe.export.history import History
 from fugaku_megatron.observe.log.screen import append
 from fugaku_megatron.report.record import write_atomically
 from fugaku_megatron.text import written_files
@@ -99,8 +99,8 @@ CHOSEN = [  # files with names that the program chooses: the link's name, and a 
         lambda folder: IndexedDatasetWriter(folder / "c", "uint16").discard(),
     ),
     ("a.csv.tmp", lambda folder: write_csv(folder / "a.csv", ["a"], [{"a": 1}])),
-    ("h.jsonl", lambda folder: open_history(folder / "h.jsonl", 0).close()),
-    ("h.jsonl.tmp", lambda folder: open_history(folder / "h.jsonl", 0).close()),
+    ("h.jsonl", lambda folder: History(folder / "h.jsonl", 0).close()),
+    ("h.jsonl.tmp", lambda folder: History(folder / "h.jsonl", 0).close()),
     ("report.json", lambda folder: write_atomically(folder / "report.json", "{}")),
     ("manifest.json", lambda folder: manifest.write_text(folder / "manifest.json", "{}")),
     (".run", lambda folder: manifest.write_text(folder / ".run", "1")),

@@ -21,6 +21,7 @@ from fugaku_megatron.data.sampler import fetch
 from fugaku_megatron.inference.loading import model_of
 from fugaku_megatron.inference.scoring import Request, score
 from fugaku_megatron.nn.attention.rotary_angles import document_angles, rotary_angles
+from fugaku_megatron.observe.export.history import History
 from fugaku_megatron.observe.export.metrics_writer import LogOutputs, MetricsWriter
 from fugaku_megatron.run.loop import Session
 from fugaku_megatron.training.trainer import Trainer
@@ -64,7 +65,7 @@ def test_samples_from_which_nothing_is_predicted(variant, tmp_path, capsys):
     with contextlib.closing(chat_trainer(run, files)) as t:
         epoch = [t.train[index] for index in range(3)]
         t.train = sorted(epoch, key=lambda sample: (sample[1] & COUNTED).sum())
-        writer = MetricsWriter(3, 1, LogOutputs(history=tmp_path / "history.jsonl"))
+        writer = MetricsWriter(3, 1, LogOutputs(writers=[History(tmp_path / "history.jsonl")]))
         Session(t, writer, 3, ()).run()
         writer.close()
     printed = capsys.readouterr().out + (tmp_path / "history.jsonl").read_text()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
 from ...text.named_files import JsonObject, StrPath
 from ...text.written_files import make_folder, no_link, write_text
+from .writer import Writer
 
 HISTORY = "history.jsonl"  # in the directory of --save
 
@@ -51,10 +53,26 @@ def read_run_history(path: Path) -> list[JsonObject]:
     return records
 
 
-def open_history(path: Path, start_iteration: int) -> TextIO:
-    make_folder(path.parent)
-    kept = [record for record in read_run_history(path) if record["iteration"] <= start_iteration]
-    aside = path.with_name(path.name + ".tmp")
-    write_text(aside, "".join(json.dumps(record) + "\n" for record in kept))
-    aside.replace(path)
-    return open(path, "a", encoding="utf-8", opener=no_link)
+class History(Writer):
+    """History file, continued after `start_iteration`."""
+
+    def __init__(self, path: Path, start_iteration: int = 0) -> None:
+        make_folder(path.parent)
+        records = read_run_history(path)
+        kept = [record for record in records if record["iteration"] <= start_iteration]
+        aside = path.with_name(path.name + ".tmp")
+        write_text(aside, "".join(json.dumps(record) + "\n" for record in kept))
+        aside.replace(path)
+        self.path = path
+        self._file = open(path, "a", encoding="utf-8", opener=no_link)
+
+    def record(self, kind: str, values: dict[str, Any]) -> None:
+        try:
+            self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+            self._file.flush()
+        except OSError as error:  # the buffer is written with the next record
+            raise OSError(f"{self.path}: not written yet: {error.strerror}") from None
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # `record` has reported it
+            self._file.close()

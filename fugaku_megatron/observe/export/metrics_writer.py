@@ -1,26 +1,18 @@
-"""A run's output: log lines, TensorBoard, Weights & Biases, history, peak memory."""
+"""A run's output: log lines, metrics for the writers, validation and peak memory."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import json
 import math
-import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, TextIO
 
 from ...text.named_files import StrPath
 from ..log.iteration_metrics import METRICS, IterationMetrics
 from ..log.screen import Screen, open_screen
-from .history import open_history
-from .telemetry import Telemetry
-from .textfile import Textfile
-from .wandb_run import WandbRun
+from .writer import Writer
 
 _PEAK_MEMORY = re.compile(r"peak memory per rank: max (\d+) MiB")
 _VALIDATION = re.compile(
@@ -50,36 +42,16 @@ def parse_validation_line(line: str) -> tuple[int, float, float]:
 
 @dataclass(frozen=True)
 class LogOutputs:
-    """Destinations for a run's metrics.
-
-    wandb: gets TensorBoard's scalars
-    telemetry, textfile: get the figures of log intervals
-    """
+    """Destinations for a run's log lines and metrics. live: value of --log-live"""
 
     stream: TextIO | None = None
     live: str = "auto"
     log_file: StrPath | None = None
-    history: StrPath | None = None
-    tensorboard_dir: StrPath | None = None
-    wandb: WandbRun | None = None
-    telemetry: Telemetry | None = None
-    textfile: StrPath | None = None
-
-    def check_installed(self) -> None:
-        if self.tensorboard_dir is not None and importlib.util.find_spec("tensorboard") is None:
-            raise ValueError(
-                f"--tensorboard-dir {self.tensorboard_dir}: a package is missing: pip install tensorboard, or this package "
-                "with its extra [log]"
-            )
-        if self.wandb is not None:
-            self.wandb.check_installed()
+    writers: Sequence[Writer] = ()
 
 
 class MetricsWriter:
-    """Writer of metrics, averaged over log intervals.
-
-    start_iteration: the run resumes here; later records of the history are dropped
-    """
+    """Writer of metrics, averaged over log intervals."""
 
     def __init__(
         self,
@@ -91,36 +63,19 @@ class MetricsWriter:
     ) -> None:
         if log_interval < 1:
             raise ValueError(f"--log-interval must be at least 1, got {log_interval}")
-        outputs.check_installed()
         self.log_interval = log_interval
         self.printing = printing
+        self.writers = outputs.writers
         self._interval: list[IterationMetrics] = []
         self._screen: Screen | None = None
-        self._history: TextIO | None = None
-        self._tensorboard: Any = None
-        self._wandb: Any = None
-        self._telemetry: Telemetry | None = None
-        self._textfile: Textfile | None = None
-        if not printing:
-            return
-        if outputs.tensorboard_dir is not None:
-            from torch.utils.tensorboard import SummaryWriter  # takes seconds
-
-            self._tensorboard = SummaryWriter(log_dir=os.fspath(outputs.tensorboard_dir))
-        self._telemetry = outputs.telemetry
-        if outputs.textfile is not None:
-            self._textfile = Textfile(os.fspath(outputs.textfile))
-        if outputs.history:
-            self._history = open_history(Path(outputs.history), start_iteration)
-        self._screen = open_screen(
-            outputs.stream or sys.stdout,
-            outputs.live,
-            train_iters,
-            start_iteration=start_iteration,
-            log_file=outputs.log_file,
-        )
-        if outputs.wandb is not None:
-            self._wandb = outputs.wandb.start(self.print)
+        if printing:
+            self._screen = open_screen(
+                outputs.stream or sys.stdout,
+                outputs.live,
+                train_iters,
+                start_iteration=start_iteration,
+                log_file=outputs.log_file,
+            )
 
     def add(self, metrics: IterationMetrics) -> IterationMetrics | None:
         self._interval.append(metrics)
@@ -142,13 +97,8 @@ class MetricsWriter:
         self.record("train", **asdict(metrics))
         for name, metric in METRICS:
             self._scalar(metric.interval_tag, getattr(metrics, name), metrics.iteration)
-        if self._telemetry is not None:
-            self._telemetry.record(metrics)
-        if self._textfile is not None:
-            try:
-                self._textfile.write(metrics)
-            except OSError as error:  # not worth ending a run; the next interval writes all figures
-                self.print(f"{self._textfile.path}: not written: {error.strerror}")
+        for writer in self.writers:
+            writer.interval(metrics)
         return metrics
 
     def validation(
@@ -176,26 +126,18 @@ class MetricsWriter:
         self.record("event", iteration=iteration, text=line)
 
     def record(self, kind: str, **values: Any) -> None:
-        if self._history is None:
-            return
-        try:
-            self._history.write(json.dumps({"kind": kind, **values}) + "\n")
-            self._history.flush()
-        except (
-            OSError
-        ) as error:  # not worth ending a run; the buffer is written with the next record
-            self.print(f"{self._history.name}: not written yet: {error.strerror}")
+        for writer in self.writers:
+            try:
+                writer.record(kind, values)
+            except OSError as error:  # not worth ending a run
+                self.print(str(error))
 
     def close(self) -> None:
-        for output in (self._screen, self._history, self._tensorboard):
-            if output is not None:
-                with contextlib.suppress(OSError):  # the history's: `record` has reported it
-                    output.close()
-        if self._wandb is not None:
-            self._wandb.finish()
-        self._history = None
-        self._tensorboard = None
-        self._wandb = None
+        if self._screen is not None:
+            self._screen.close()
+        for writer in self.writers:
+            writer.close()
+        self.writers = ()
 
     def _scalar(
         self,
@@ -206,13 +148,8 @@ class MetricsWriter:
     ) -> None:
         if tag is None or value is None:
             return
-        if self._wandb is not None:
-            self._wandb.log({tag: value}, step=iteration)
-        if self._tensorboard is None:
-            return
-        self._tensorboard.add_scalar(tag, value, iteration)
-        if consumed_samples is not None:
-            self._tensorboard.add_scalar(f"{tag} vs samples", value, consumed_samples)
+        for writer in self.writers:
+            writer.scalar(tag, value, iteration, consumed_samples)
 
 
 def format_peak_memory(mib: list[float]) -> str:

@@ -12,21 +12,67 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from ...config import span_groups
 from ...config.run_config import RunConfig
 from ...host.observed import INSTRUCTIONS, Arguments, Keywords, Observed
 from ...pipeline.executor import Executor
 from ..log.iteration_metrics import IterationMetrics
-from ..profile.spans import INSTRUCTION_SPANS, PHASE_SPANS, SPANS, TRAIN
-from .figures import COUNTER, FIGURES, HISTOGRAM, NAMESPACE
+from .spans import INSTRUCTION_SPANS, PHASE_SPANS, SPANS, TRAIN
+from .writer import Writer
 
+NAMESPACE = "megatron.training"
+GAUGE = "gauge"
+COUNTER = "counter"
+HISTOGRAM = "histogram"
+METHODS = {GAUGE: "set", COUNTER: "add", HISTOGRAM: "record"}  # of an instrument
 SERVICE = "megatron-lm"
 PROTOCOL = "http/protobuf"
 PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_PROTOCOL"
 PACKAGE = "opentelemetry.exporter.otlp.proto.http"
 _JOB_IDS = ("NEMO_LENS_RUN_ID", "SLURM_JOB_ID", "PJM_JOBID")
+
+
+class Figure(NamedTuple):
+    """Field of `IterationMetrics`, times `factor`, under a name of Megatron-LM's training_metrics.py."""
+
+    name: str
+    kind: str
+    unit: str
+    description: str
+    field: str
+    factor: float = 1
+
+    def value(self, metrics: IterationMetrics) -> float | None:
+        value: float | None = getattr(metrics, self.field)
+        return None if value is None else value * self.factor
+
+
+FIGURES = (
+    Figure(
+        "step_duration_ms",
+        HISTOGRAM,
+        "ms",
+        "Mean seconds of an iteration x 1000",
+        "elapsed_seconds",
+        1e3,
+    ),
+    Figure("loss", GAUGE, "", "Mean training loss of the log interval", "lm_loss"),
+    Figure("throughput_tflops", GAUGE, "", "TFLOP/s of a rank", "tflops"),
+    Figure("grad_norm", GAUGE, "", "Norm of the gradients", "grad_norm"),
+    Figure("skipped_iters", COUNTER, "", "Iterations without an update", "skipped"),
+    Figure("learning_rate", GAUGE, "", "Learning rate", "learning_rate"),
+    Figure("tokens_per_sec", GAUGE, "", "Tokens per second of all ranks", "tokens_per_second"),
+    Figure(
+        "memory_allocated_gb",
+        GAUGE,
+        "",
+        "Memory of the largest rank in GiB",
+        "resident_mib",
+        1 / 1024,
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -98,7 +144,7 @@ class _Warning(logging.Handler):
             self._say(f"note: --otel-enabled: {text:.200}; the run continues")
 
 
-class Telemetry:
+class Telemetry(Writer):
     """Figures and spans of this rank; without `otlp` nothing is exported."""
 
     def __init__(self, otlp: Otlp | None = None, say: Callable[[str], None] = print) -> None:
@@ -136,15 +182,11 @@ class Telemetry:
         meter = metrics.get_meter(NAMESPACE)
         for figure in FIGURES:
             name = f"{NAMESPACE}.{figure.name}"
-            if figure.kind == HISTOGRAM:
-                add = meter.create_histogram(name, figure.unit, figure.description).record
-            elif figure.kind == COUNTER:
-                add = meter.create_counter(name, figure.unit, figure.description).add
-            else:
-                add = meter.create_gauge(name, figure.unit, figure.description).set
-            self._instruments[figure.name] = cast(Callable[[float], None], add)
+            create = getattr(meter, f"create_{figure.kind}")
+            instrument = create(name, figure.unit, figure.description)
+            self._instruments[figure.name] = getattr(instrument, METHODS[figure.kind])
 
-    def record(self, metrics: IterationMetrics) -> None:
+    def interval(self, metrics: IterationMetrics) -> None:
         for figure in FIGURES:
             value = figure.value(metrics)
             if value is not None and figure.name in self._instruments:
