@@ -136,35 +136,6 @@ def test_a_flag_without_effect_gets_a_note(given, more, needed):
     assert parsed(f"{given} {full}").notes == ()
 
 
-def test_the_launch_line_of_a_cpu_fork_parses():
-    arguments = parse(
-        """
-        --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-layers 12 --hidden-size 768 --num-attention-heads 12
-        --micro-batch-size 1 --global-batch-size 1024 --seq-length 1024 --max-position-embeddings 1024 --train-iters 500000
-        --lr-decay-iters 320000 --lr 0.00015 --min-lr 1.0e-5 --lr-decay-style cosine --lr-warmup-fraction .01 --weight-decay 1e-2
-        --clip-grad 1.0 --save checkpoints --load checkpoints --data-path data/codeparrot_content_document --vocab-file vocab.json
-        --merge-file merges.txt --data-impl mmap --split 949,50,1 --distributed-backend mpi --DDP-impl local --local_rank 0
-        --log-interval 1 --save-interval 10000 --eval-interval 1000 --eval-iters 10 --no-cuda --checkpoint-activations
-        --use-cpu-initialization --num-workers 0 --cpu-optimizer --cpu-torch-adam --use-flush-denormal
-        --tensorboard-dir tensorboard --log-params-norm
-        """.split()
-    )
-    run = arguments.run
-    assert (run.model.num_layers, run.batch.global_batch_size, run.optimizer.lr) == (
-        12,
-        1024,
-        1.5e-4,
-    )
-    assert (run.training.recompute_granularity, run.optimizer.lr_warmup_fraction) == ("full", 0.01)
-    noted = (
-        "--data-impl --distributed-backend --DDP-impl --local_rank --no-cuda --use-cpu-initialization --num-workers "
-        "--cpu-optimizer --cpu-torch-adam"
-    ).split()
-    assert set(arguments.notes) == {f"{name}: {OTHER_FLAGS[name].note}" for name in noted}
-    for name in ("--no-cuda", "--cpu-optimizer", "--use-flash-attn"):
-        assert parsed(name).run == parsed("").run and "\n" not in parsed(name).notes[0]
-
-
 def test_missing_flags_and_misspelled_fields_are_named():
     with pytest.raises(
         ValueError,

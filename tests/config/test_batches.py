@@ -7,7 +7,6 @@ from fugaku_megatron.config.batches import RampUp, length, run_length
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.sample_rules import StepSizes
 from fugaku_megatron.config.training import TrainingConfig
-from tests.time_limit import time_limit
 
 pytestmark = pytest.mark.unit
 
@@ -87,30 +86,6 @@ def test_length_of_a_resumed_run(ramp):
     )
     assert length(TrainingConfig(train_samples=32), ramp, 4, 40) == (4, 40), "nothing left"
     assert length(TrainingConfig(train_iters=3), ramp, 4, 40) == (3, 40)
-
-
-def test_a_long_ramp_takes_no_longer():
-    """2^31 samples of the smallest batches are a thousand million iterations."""
-    with time_limit():
-        iterations, samples = length(
-            TrainingConfig(train_samples=10**12), RampUp(1, 1, 2**31 - 1, 2)
-        )
-        assert samples == 10**12 - 1 and iterations == 2**31 - 1 + (10**12 - 1 - (2**31 - 1)) // 2
-
-
-@pytest.mark.parametrize("ramp", [RampUp(8, 1, 0, 8), RampUp(4, 4, 100, 16)])
-def test_tokens_end_the_run_with_the_iteration_that_reaches_them(ramp):
-    """As the forks that have --train-tokens: iterations go on while samples x sequence length is below it."""
-    consumed = walked(ramp, 60)
-    for tokens in (1, 79, 80, 81, 1000, 2000, 2001):
-        end = next(i for i, c in enumerate(consumed) if 10 * c >= tokens)
-        assert length(TrainingConfig(train_tokens=tokens), ramp, seq_length=10) == (
-            end,
-            consumed[end],
-        )
-        both = length(TrainingConfig(train_tokens=tokens, train_samples=96), ramp, seq_length=10)[1]
-        assert both == min(consumed[end], max(c for c in consumed if c <= 96))
-    assert length(TrainingConfig(train_tokens=1000, train_iters=3), ramp, seq_length=10)[0] == 3
 
 
 def test_steps_of_the_batch_size_are_megatrons():

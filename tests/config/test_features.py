@@ -14,7 +14,6 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.megatron_flags import OTHER_FLAGS
 from fugaku_megatron.config.recipes import gpt_30b, gpt_124m
 from fugaku_megatron.config.run_config import GROUP_OF, ParallelConfig
-from fugaku_megatron.costs.buckets import gradient_collectives
 from fugaku_megatron.costs.records import Collective
 from fugaku_megatron.planner import cost, model, plan, search, software
 from fugaku_megatron.planner.system import System
@@ -59,23 +58,6 @@ def test_runs_and_constants_name_the_rows():
 
 GRAD = frozenset({features.OVERLAP_GRAD_REDUCE})
 GATHER = frozenset({features.OVERLAP_PARAM_GATHER})
-
-
-def test_without_overlap_all_communication_is_waited_for():
-    run = replace(gpt_124m(), parallel=ParallelConfig(zero_stage=1))
-    system = ours(64)
-    layout = Layout(64, 1, 1, 64)
-    bare = replace(
-        system,
-        software=replace(system.software, choices=software.Choices.from_names(frozenset(), (1,))),
-    )
-    whole = sum(
-        model.Network(
-            machine=system.machine, parameters=system.parameters, layout=layout, ranks_per_node=1
-        ).seconds(c.verb, c.group, c.bytes)
-        for c in gradient_collectives(run, layout, 0)
-    )
-    assert model.step(run, layout, bare, system.parameters).data_parallel == pytest.approx(whole)
 
 
 def buckets(*sizes: int, verb: str = "reduce_scatter") -> list[Collective]:
@@ -205,56 +187,4 @@ def test_overlapped_exchanges_wait_for_their_first_block_at_least():
     assert (
         model.step(overlapped, layout, bare, system.parameters).slowest.tensor_parallel
         == waits["blocking"]
-    )
-
-
-def test_overlapped_exchanges_are_tried_between_nodes_only():
-    run = replace(gpt_30b(), parallel=ParallelConfig(pipeline_model_parallel_size=48))
-    held = frozenset(
-        {"micro_batch_size", "recompute_granularity", "pipeline_model_parallel_size", "zero_stage"}
-    )
-    for ranks, expected in (
-        (1, {1: {False}, 2: {True}, 4: {True}}),
-        (2, {1: {False}, 2: {False}, 4: {False, True}}),
-    ):
-        system = ours(384, ranks)
-        made = {}
-        for candidate, _ in runnable(run, system, held | {"ranks_per_node"}):
-            parallel = candidate.parallel
-            if parallel.tensor_model_parallel_size == 1 or parallel.sequence_parallel:
-                made.setdefault(parallel.tensor_model_parallel_size, set()).add(
-                    parallel.tp_comm_overlap
-                )
-        assert {tp: made[tp] for tp in expected} == expected
-
-
-def runnable(run, system, held: frozenset[str]) -> list:
-    return [
-        candidate
-        for candidate in search.candidates(run, system, held)
-        if not isinstance(candidate, str)
-    ]
-
-
-def test_sequence_parallelism_is_tried_where_there_is_tensor_parallelism():
-    run = gpt_30b()
-    system = ours(384)
-    held = frozenset(
-        {
-            "micro_batch_size",
-            "ranks_per_node",
-            "recompute_granularity",
-            "pipeline_model_parallel_size",
-        }
-    )
-    run = replace(
-        run,
-        parallel=ParallelConfig(pipeline_model_parallel_size=48),
-        batch=replace(run.batch, micro_batch_size=1),
-    )
-    parallel = [r.parallel for r, _ in runnable(run, system, held)]
-    made = {(p.tensor_model_parallel_size > 1, p.sequence_parallel) for p in parallel}
-    assert made == {(False, False), (True, False), (True, True)}
-    assert not any(
-        r.parallel.sequence_parallel for r, _ in runnable(run, system, held | {"sequence_parallel"})
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fugaku_megatron.cli.arguments import parse
-from fugaku_megatron.config.batches import RampUp, last_samples, samples_after, sizes_of
+from fugaku_megatron.config.batches import samples_after, sizes_of
 from fugaku_megatron.config.param_schedule import ParamSchedule
 from fugaku_megatron.config.run_config import RunConfig
 from tests.helpers import small_run
@@ -57,58 +57,7 @@ def test_the_decay_of_wsd_takes_the_last_iterations(ramp, more):
     assert found[end:] == pytest.approx([0.0] * (31 - end), abs=1e-12)
 
 
-@pytest.mark.parametrize("ramp", RAMPS)
-def test_a_decay_that_is_shorter_or_longer_than_the_run(ramp):
-    found = rates(run_of(ramp, lr_decay_iters=10))
-    assert found[9] > 0.0 and found[10:] == pytest.approx([0.0] * 21, abs=1e-12)
-    assert rates(run_of(ramp, lr_decay_iters=60))[30] > 0.0
-
-
-@pytest.mark.parametrize("ramp", RAMPS)
-def test_the_weight_decay_ends_with_the_run(ramp):
-    flags = {
-        "start_weight_decay": 0.0,
-        "end_weight_decay": 1.0,
-        "weight_decay_incr_style": "linear",
-    }
-    run = run_of(ramp, **flags)
-    size = size_of(run)
-    schedule = ParamSchedule.from_run(run, size)
-    sizes = sizes_of(run, size)
-    assert schedule.weight_decay(samples_after(sizes, 29)) < 1.0
-    assert schedule.weight_decay(samples_after(sizes, 30)) == 1.0
-
-
-def test_samples_of_iterations():
-    sizes = RampUp(4, 4, 96, 16)
-    walked = [0]
-    for _ in range(40):
-        walked.append(walked[-1] + sizes(walked[-1]))
-    assert [samples_after(sizes, i) for i in range(41)] == walked
-    assert last_samples(sizes, 30, 8) == walked[30] - walked[22]
-    assert last_samples(sizes, 3, 5) == walked[3] + 2 * 4, "it does not fit, and is longer than all"
-    assert last_samples(RampUp(16, 1, 0, 16), 10, 4) == 64
-
-
-def test_wsd_iterations_before_an_end_in_tokens():
-    wsd = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 5, "train_iters": None}
-    run = run_of("ramp", train_tokens=16 * 400, **wsd)
-    schedule = ParamSchedule.from_run(run, 16)
-    assert schedule.decay_samples == 400 and schedule.wsd_samples == 5 * 16
-
-
 WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_style": "linear"}
-
-
-@pytest.mark.parametrize("name", ["lr_wsd_decay_iters", "lr_wsd_decay_samples"])
-def test_wsd_without_a_decay_keeps_the_peak_to_the_end(name):
-    lengths = {"train_samples": 480, "train_iters": None} if "samples" in name else {}
-    run = small_run(
-        **WSD, **{"lr": 1.0, "train_iters": 30, "micro_batch_size": 1, **lengths, name: 0}
-    )
-    schedule = ParamSchedule.from_run(run, 16)
-    assert {schedule.learning_rate(samples) for samples in range(0, 481, 16)} == {1.0}
-    assert schedule.learning_rate(481) == 0.0
 
 
 @pytest.mark.parametrize("ramp", RAMPS)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fugaku_megatron.convert.gguf.tokenizer import KNOWN_SWITCHES, SWITCHES, read_tokenizer
+from fugaku_megatron.convert.gguf.tokenizer import KNOWN_SWITCHES, read_tokenizer
 from fugaku_megatron.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
 from fugaku_megatron.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from tests.tokenizer_files import make
@@ -406,8 +406,3 @@ def test_an_unknown_field_is_refused(tmp_path_factory, part, name, value):
     configured_file.write_text('{"eos_token": "<|end|>", "bos_token": "<s>"}')
     with pytest.raises(ValueError, match=f"unknown field .*{name}|cannot be read as a tokenizer"):
         read(folder)
-
-
-def test_a_switch_has_one_reason():
-    names = [name for names in SWITCHES.values() for name in names.split()]
-    assert len(names) == len({*names})

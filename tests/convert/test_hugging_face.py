@@ -50,7 +50,6 @@ from tests.helpers import make_trainer, small_run
 transformers = pytest.importorskip("transformers")
 
 from tests.hf_models import (  # noqa: E402
-    DELTA_NET,
     LENGTH,
     LLAMA3,
     MODELS,
@@ -131,14 +130,6 @@ def assert_same_logits(
     if bound is None:
         bound = CLOSE_IN_FP32.get(model.config.model_type, CLOSE)
     torch.testing.assert_close(our_logits(ours, tokens), expected, rtol=0, atol=bound * largest)
-
-
-def test_a_gated_delta_net_of_several_chunks(tmp_path):
-    changes = {**DELTA_NET, "max_position_embeddings": 192}
-    model = randomized(decoder("Qwen3_5", **changes))
-    model.save_pretrained(tmp_path / "hf")
-    read_hf(tmp_path / "hf", tmp_path / "ours")
-    assert_same_logits(model, tmp_path / "ours", 150, 1e-5)
 
 
 def fused_experts(directory: Path) -> None:
@@ -906,52 +897,6 @@ def test_a_block_that_megatron_does_not_have_is_refused(sources, tmp_path, capsy
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        (
-            "gemma",
-            {
-                "kv_channels": 256,
-                "query_groups": 1,
-                "tied": True,
-                "activation": "geglu",
-                "embedding_multiplier": 2048**0.5,
-            },
-        ),
-        (
-            "gpt_neox",
-            {
-                "rotary_size": 16,
-                "parallel_residual": True,
-                "activation": "gelu_exact",
-                "tied": False,
-            },
-        ),
-        ("stablelm", {"rotary_size": 20, "qkv_bias": False, "normalization": "LayerNorm"}),
-        ("phi3", {"window": 2047, "rotary_size": 96, "tied": False}),
-        (
-            "gemma3_text",
-            {
-                "kv_channels": 256,
-                "window": 1024,
-                "window_attn_skip_freq": "6",
-                "window_rotary_base": 1e4,
-                "rotary_base": 1e6,
-                "rotary_seq_len_interpolation_factor": 8.0,
-                "attention_multiplier": None,
-                "vocab_size": 262208,
-                "tied": True,
-            },
-        ),
-        ("smollm3", {"no_rope_freq": "4", "rotary_base": 5e6, "query_groups": 4, "tied": True}),
-    ],
-)
-def test_published_configurations_without_a_recipe_are_read(kind, expected):
-    model = read_config(PUBLISHED[kind])[1]
-    assert {name: getattr(model, name) for name in expected} == expected
-
-
 # config.json of models as published, each with the file that it was found in. "parameters": transformers' number.
 MODELS_PUBLISHED = json.loads(
     (Path(__file__).parents[1] / "foreign" / "published_models.json").read_text()
@@ -1082,22 +1027,6 @@ def test_mxfp4_weights_of_gpt_oss_are_converted_to_bf16(tmp_path, capsys):
         others = {place: x for place, x in stored.items() if place != name}
         save_file({**others, **wrong}, source / "model.safetensors", {"format": "pt"})
         assert message in refused(capsys, "--from-hf", source, "--save", tmp_path / "none")
-
-
-def test_layers_that_predict_more_tokens_are_left_out_with_a_note(copied, tmp_path, capsys):
-    """GLM-4.5's files have a layer more than config.json says."""
-    file = copied("glm4_moe") / "model.safetensors"
-    whole_model = load_file(file)
-    later = {
-        "model.layers.2.eh_proj.weight": torch.ones(2),
-        "model.layers.2.norm.weight": torch.ones(2),
-    }
-    save_file({**whole_model, **later}, file, {"format": "pt"})
-    capsys.readouterr()
-    back = there_and_back(tmp_path)
-    note = "note: 2 tensors of multi-token-prediction layers are left out\n"
-    assert note in capsys.readouterr().out
-    assert same(tensors(back), whole_model)
 
 
 def test_the_text_model_of_a_multimodal_model_is_converted(copied, tmp_path, capsys):

@@ -192,33 +192,6 @@ def test_a_matrix_without_a_gate(tmp_path):
     check_both_ways(model, tmp_path)
 
 
-def test_patterns_of_ranks_and_scales(tmp_path):
-    """The first pattern that matches counts; the largest rank is every adapter's, with zeros."""
-    model = randomized(MODELS["qwen3"])
-    folder = tmp_path / "peft"
-    write_adapters(model, folder, target_modules=["q_proj", "v_proj"])
-    file = folder / "adapter_model.safetensors"
-    tensors = load_file(file)
-    larger = f"{PREFIX}model.layers.1.self_attn.v_proj"
-    tensors[f"{larger}.lora_A.weight"] = torch.randn(6, 48)
-    tensors[f"{larger}.lora_B.weight"] = torch.randn(32, 6)
-    save_file(tensors, file)
-    config = json.loads((folder / "adapter_config.json").read_text())
-    config["rank_pattern"] = {"^model.layers.1.self_attn.v_proj": 6, "v_proj": 4}
-    config["alpha_pattern"] = {r".*\.1\.self_attn\.v_proj": 12}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    model.save_pretrained(tmp_path / "hf")
-    words = ("--from-hf", tmp_path / "hf", "--from-peft", folder, "--merge")
-    assert convert(*words, "--save", tmp_path / "merged") == 0
-    with torch.no_grad():
-        for name, module in model.named_modules():
-            if f"{PREFIX}{name}.lora_A.weight" in tensors:
-                a, b = (tensors[f"{PREFIX}{name}.lora_{kind}.weight"] for kind in "AB")
-                module.weight.add_((12 / 6 if len(a) == 6 else ALPHA / 4) * b @ a)
-        expected = model(TOKENS[None]).logits[0]
-    check_near(fm.load(tmp_path / "merged").logits(TOKENS), expected)
-
-
 @pytest.mark.parametrize(
     ("removed", "changes", "message"),
     [

@@ -39,7 +39,6 @@ from fugaku_megatron.run.dry_run import report
 from fugaku_megatron.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
 from tests.checks.chats import (
     CHATML,
-    SPECIAL,
     TALK,
     assistant,
     preprocess,
@@ -107,10 +106,6 @@ QWEN_3 = """{%- set ns = namespace(last_query_index=0) %}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-FORGETFUL = CHATML.replace(
-    "message['content']",
-    "(message['content'] if loop.last else message['content'].split('</think>')[-1])",
-)
 ENDLESS = CHATML.replace("+ '<|im_end|>\n' }}", "+ '\n' }}")
 
 
@@ -177,57 +172,6 @@ CASES = {
         "<|im_start|>user\nd<|im_end|>\n<|im_start|>assistant\n[+<think>\n\n</think>\n\ne<|im_end|>\n+]",
     ),
 }
-
-
-PHI_3 = (
-    "{{ '<s>' }}{% for message in messages %}{% if message['role'] == 'user' %}"
-    "{{ '<|start|>user\n' + message['content'] + '<|eot|>\n<|start|>assistant\n' }}"
-    "{% else %}{{ message['content'] + '<|eot|>\n' }}{% endif %}{% endfor %}"
-    "{% if not add_generation_prompt %}{{ '</s>' }}{% endif %}"
-)
-STRIPPING = CHATML.replace("message['content']", "message['content'] | trim")
-START = "<|im_start|>"
-END = "<|im_end|>"
-
-
-@pytest.mark.parametrize(
-    "template, messages, expected",
-    [
-        (  # an earlier turn loses its thoughts: what is rendered of it is trained
-            FORGETFUL,
-            THOUGHT,
-            f"{START}user\na{END}\n{START}assistant\n[+\n\nc{END}\n+]"
-            f"{START}user\nd{END}\n{START}assistant\n[+e{END}\n+]",
-        ),
-        (  # the assistant begins
-            CHATML,
-            [assistant("hello"), user("b"), assistant("c")],
-            f"{START}assistant\n[+hello{END}\n+]{START}user\nb{END}\n{START}assistant\n[+c{END}\n+]",
-        ),
-        (  # the text ends with a token that an earlier turn has not
-            PHI_3,
-            [user("a"), assistant("b"), user("c"), assistant("d")],
-            "<s><|start|>user\na<|eot|>\n<|start|>assistant\n[+b<|eot|>\n+]"
-            "<|start|>user\nc<|eot|>\n<|start|>assistant\n[+d<|eot|>\n</s>+]",
-        ),
-        (
-            STRIPPING,
-            [user("a"), assistant("\n\n b \n")],
-            f"{START}user\na{END}\n{START}assistant\n[+b{END}\n+]",
-        ),
-    ],
-)
-def test_answers_are_found_in_the_text_of_the_chat(tokenizer, template, messages, expected):
-    assert rendered(tokenizer, template, {"messages": messages}) == expected
-
-
-@pytest.mark.parametrize("answer", ["\nb", "\n\nb", " b", "\tb\n", "b\n\n"])
-def test_an_answer_may_begin_and_end_with_white_space(tokenizer, answer):
-    chat = {"messages": [user("a"), assistant(answer), user("c"), assistant("d")]}
-    text = rendered(tokenizer, CHATML, chat)
-    plain = f"{START}user\na{END}\n{START}assistant\n{answer}{END}\n"
-    assert text.replace("[+", "").replace("+]", "").startswith(plain)
-    assert text.count("[+") == 2 and f"[+{answer}{END}" in text
 
 
 def test_a_template_near_a_known_one_is_left_as_it_is(tokenizer):
@@ -344,7 +288,6 @@ def test_the_trained_tokens_are_the_assistants(tokenizer, name):
     assert rendered(tokenizer, template, {"messages": messages}) == expected
 
 
-CALL = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "b"}}}
 CALLS = """{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% if message.content is string %}
 {{- message.content }}{% else %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}
 {%- for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}
@@ -367,20 +310,6 @@ def test_parts_of_text_are_the_text(tokenizer, template):
     assert rendered(tokenizer, template, {"messages": parts}) == plain
     prompt = ChatTemplate(tokenizer, template).prompt
     assert prompt(parts[:3]) == prompt(TALK[:3])
-
-
-def test_calls_of_tools_need_no_content_but_a_template_that_renders_them(tokenizer):
-    messages = [user("a"), {"role": "assistant", "content": None, "tool_calls": [CALL]}]
-    messages += [{"role": "tool", "content": "c"}, assistant("d")]
-    expected = '[+{"name": "look_up", "arguments": {"word": "b"}}<|im_end|>\n+]'
-    assert expected in rendered(tokenizer, CALLS, {"messages": messages})
-    del messages[1]["content"]
-    assert expected in rendered(tokenizer, CALLS, {"messages": messages})
-    with pytest.raises(
-        ValueError,
-        match="message 2 has tool calls and no content, and the chat template does not render",
-    ):
-        rendered(tokenizer, CHATML, {"messages": messages})
 
 
 def test_fields_that_nothing_reads_are_named(tokenizer):
@@ -440,23 +369,6 @@ def test_of_a_prompt_and_a_completion_the_completion_is_trained(tokenizer):
 def test_what_cannot_be_masked_is_refused(tokenizer, template, messages, reason):
     with pytest.raises(ValueError, match=reason):
         rendered(tokenizer, template, {"messages": messages})
-
-
-def test_the_tokens_that_end_an_answer_and_its_prompt(tokenizer):
-    names = {
-        name: {SPECIAL[token] for token in ChatTemplate(tokenizer, CASES[name][0]).ends}
-        for name in CASES
-    }
-    assert names["llama 3"] == {"<|eot|>", "</s>"} and names["mistral"] == {"</s>"}
-    assert (
-        names["chatml"]
-        == names["markers"]
-        == names["qwen 2.5"]
-        == names["qwen 3"]
-        == {"<|im_end|>", "</s>"}
-    )
-    prompt = ChatTemplate(tokenizer).prompt([user("a")])
-    assert tokenizer.decode(prompt) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_texts_of_any_kind_are_printed_without_commands_for_the_terminal(tokenizer):
@@ -782,18 +694,6 @@ def test_samples_hold_whole_chats_and_each_epoch_has_every_chat_once(
     assert np.array_equal(fresh[last], again[last]) and np.array_equal(fresh[0], data[0]), (
         "of the seed and the number alone"
     )
-
-
-def test_epochs_and_seeds_differ(tmp_path):
-    files = write_chats(tmp_path / "c", [5, 6, 7] * 20)
-    orders = []
-    for seed in (1, 2):
-        data = ChatDataset(files, "train", range(60), 40, DatasetConfig(16, seed))
-        per_epoch = len(data.packing)
-        orders += [
-            [data.chats_of(i) for i in range(start, start + per_epoch)] for start in (0, per_epoch)
-        ]
-    assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
 
 
 def test_chats_that_are_too_long(tmp_path):

@@ -9,8 +9,6 @@ from fugaku_megatron.data.data_flags import parse_data_path, parse_split
 from fugaku_megatron.data.dataset import BlendedDataset, DatasetConfig, GPTDataset, MockDataset
 from fugaku_megatron.data.index_arrays import (
     blending_blocks,
-    build_document_index,
-    build_shuffle_index,
     sample_blocks,
 )
 from fugaku_megatron.data.indexed import IndexedDataset
@@ -118,16 +116,6 @@ def test_mock_dataset():
         dataset[1000]
 
 
-def test_build_datasets_splits_without_overlap(tmp_path):
-    prefix = write(tmp_path / "corpus", [50] * 100)
-    built = build_datasets([prefix], "80,15,5", (100, 20, 5), Builder(16, 1))
-    documents = [sorted(set(dataset.document_index.tolist())) for dataset in built]
-    assert documents == [list(range(80)), list(range(80, 95)), list(range(95, 100))]
-    assert [len(dataset) >= n for dataset, n in zip(built, (100, 20, 5))] == [True] * 3
-    train, *others = build_datasets([prefix], "99,1,0", (100, 0, 5), Builder(16, 1))
-    assert train is not None and others == [None, None]
-
-
 def test_it_is_said_how_much_text_validation_has(tmp_path):
     """The line counts one data set, and several together."""
     write(tmp_path / "a", [3] * 10)
@@ -138,18 +126,6 @@ def test_it_is_said_how_much_text_validation_has(tmp_path):
         ["1", str(tmp_path / "a"), "1", str(tmp_path / "b")], "60,40", (4, 2, 0), Builder(4, 1)
     )
     assert validation_line(both[1]) == "data: validation has 12 documents with 52 tokens"
-
-
-def test_build_datasets_blends(tmp_path):
-    a = write(tmp_path / "a", [50] * 100)
-    b = write(tmp_path / "b", [50] * 40, first_token=100_000)
-    train, valid, _ = build_datasets(["0.25", a, "0.75", b], "90,10", (400, 40, 0), Builder(16, 1))
-    assert len(train) == 400 and len(valid) == 40
-    assert sum(int(train[i][0] >= 100_000) for i in range(400)) == 300
-    scaled = build_datasets(["1", a, "3", b], "90,10", (400, 40, 0), Builder(16, 1))[
-        0
-    ]  # weights are relative
-    assert all(np.array_equal(train[i], scaled[i]) for i in range(400))
 
 
 def test_build_datasets_split_errors(tmp_path):
@@ -242,30 +218,6 @@ def test_sample_index_equals_the_walk(seed):
         assert np.concatenate(list(sample_blocks(lengths, order, seq_length))).tolist() == [
             list(map(int, entry)) for entry in walk_samples(lengths, order, seq_length)
         ]
-
-
-def test_document_and_shuffle_indices():
-    documents = range(10, 60)
-    index = build_document_index(documents, 3, False, np.random.RandomState(1))
-    expected = np.tile(documents, 3)
-    np.random.RandomState(1).shuffle(expected)
-    assert index.tolist() == expected.tolist() and index.dtype == np.int32
-    assert set(index[:50].tolist()) != set(documents)  # epochs are mixed
-    apart = build_document_index(documents, 3, True, np.random.RandomState(1))
-    assert sorted(apart[:100]) == sorted(np.tile(documents, 2)) and sorted(apart[100:]) == [
-        *documents
-    ]
-    assert (
-        apart[:100].tolist()
-        == build_document_index(documents, 2, False, np.random.RandomState(1)).tolist()
-    )
-    assert np.concatenate(
-        list(sample_blocks(np.array([0, 0, 5], np.int32), np.arange(3), 2))
-    ).tolist() == [[2, 0], [2, 2], [2, 4]]
-    index = build_shuffle_index(30, 50, np.random.RandomState(3))
-    assert sorted(index[:30]) == list(range(30)) and sorted(index[30:]) == list(range(30, 50))
-    assert index[:30].tolist() != list(range(30)) and index[30:].tolist() != list(range(30, 50))
-    assert index.dtype == np.uint32
 
 
 @pytest.mark.parametrize(

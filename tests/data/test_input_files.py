@@ -160,13 +160,6 @@ def test_json_that_is_wrong_is_refused_with_its_line(tmp_path, capsys, text, mes
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n"
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.txt.gz"])
-def test_a_byte_order_mark_is_no_text(tmp_path, name):
-    content = b"\xef\xbb\xbfone"
-    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-    assert [document.raw for document in read(tmp_path / name)] == [b"one"]
-
-
 def test_files_and_subfolders_are_in_the_order_of_names(tmp_path):
     names = ["a.txt", "a2/b/c.txt", "a2/x.txt", "b.txt"]
     for name in reversed(names):

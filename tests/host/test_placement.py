@@ -3,17 +3,15 @@
 import ctypes
 import mmap
 import os
-import shutil
 import subprocess
 import sys
 import threading
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from fugaku_megatron.comm import node as shared_node
-from fugaku_megatron.host import cgroup, kernels, runtime, topology
+from fugaku_megatron.host import cgroup, runtime, topology
 from fugaku_megatron.host.allocator import usage
 from fugaku_megatron.host.binding_problems import problems
 from fugaku_megatron.host.cpu_binding import (
@@ -201,21 +199,6 @@ def test_the_set_of_cpus_in_the_kernels_form():
         and parse_list("") == []
         and format_list([8, 1, 0, 2]) == "0-2,8"
     )
-
-
-def test_hardware_threads_and_denormals(tmp_path):
-    node = Node.read(tree(tmp_path, {0: range(4)}, siblings=lambda cpu: (cpu % 2, cpu % 2 + 2)))
-    assert (
-        node.cores(range(4)) == [0, 1]
-        and node.cores([2, 3]) == [2, 3]
-        and node.core_of(3) == (1, 3)
-    )
-    shutil.rmtree(tmp_path / "sys" / "devices" / "system" / "cpu" / "cpu1" / "topology")
-    assert Node.read(tmp_path).cores([1, 2, 3]) == [1, 2, 3], "the kernel says nothing of 1"
-    kernels.flush_denormals(True)
-    assert (torch.tensor([1e-38]) * 0.1).item() == 0.0
-    kernels.flush_denormals(False)
-    assert (torch.tensor([1e-38]) * 0.1).item() > 0.0
 
 
 def test_the_saved_tree_of_this_machine_is_read_as_the_machine(tmp_path):

@@ -1,6 +1,5 @@
 """job check, sizes beyond any machine, node shapes and rank maps: a correct script passes, each mistake is named with its line."""
 
-import math
 import re
 import shlex
 from collections import Counter
@@ -316,17 +315,6 @@ def test_ranks_of_a_sequence_share_a_node_first():
     for first in range(0, made.grid.world_size, 8):
         assert sorted(Counter(made.nodes[first : first + 8]).values()) == [4, 4]
     assert made.statistics()["cp"][1] == 1
-
-
-@pytest.mark.parametrize(
-    "shape, ranks, tp, pp", [((4, 6, 4), 4, 8, 6), ((8, 6, 8), 1, 1, 8), ((8, 6, 8), 1, 4, 6)]
-)
-def test_replicas_of_a_stage_fill_a_box(shape, ranks, tp, pp):
-    made = RankMap.from_layout(shape, ranks, tp, pp)
-    for stage in range(pp):
-        for index in range(tp):
-            group = {made.nodes[made.grid.rank(dp, stage, index)] for dp in range(made.grid.dp)}
-            assert len(group) == math.prod(len({node[axis] for node in group}) for axis in range(3))
 
 
 def test_neighbours_are_close_and_sizes_that_fit_nowhere_are_refused():

@@ -334,32 +334,6 @@ def test_fields_of_our_own_stand_after_megatrons():
     assert parse_line(line) == ours
 
 
-@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(IterationMetrics)[2:]])
-def test_any_field_may_be_absent(field):
-    whole = dataclasses.replace(
-        parse_line(A100[0]),
-        params_norm=1.0,
-        tokens_per_second=5447.7,
-        minor_faults=5,
-        system_seconds=0.5,
-        load_balancing_loss=1.25,
-        router_z_loss=4.5,
-        lm_loss_alone=6.25,
-        largest_load=2.5,
-        counted_tokens=372,
-        counted_share=45.3,
-        counted_per_second=93.0,
-        clock_ghz=2.0,
-        resident_mib=812.0,
-        shared_mib=64.0,
-        watts=412.0,
-        tokens_per_joule=1.5,
-    )
-    without = dataclasses.replace(whole, **{field: None})
-    assert parse_line(without.format_line()) == without
-    assert len(without.format_line()) < len(whole.format_line())
-
-
 def test_other_lines_and_fields():
     parsed = parse_line(
         "10:31:07 [rank 3]: iteration 12/ 100 | elapsed time per iteration (ms): 1250.0 |"

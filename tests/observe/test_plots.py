@@ -6,18 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import pictures
 from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.observe.log import log_command, loss_plot, schedule_plot
 from fugaku_megatron.observe.log.run_log import read_log
-from fugaku_megatron.pipeline.instructions import BACKWARD_INPUT, FORWARD
 from fugaku_megatron.pipeline.schedule import build
 from fugaku_megatron.pipeline.timeline import Costs, spans
 from tests.helpers import OUR_LOG
 
 pytestmark = pytest.mark.unit
-
-NAMES = ("stock", "tuned", "tcmalloc")
 
 
 @pytest.fixture
@@ -32,50 +28,6 @@ def made(monkeypatch):
         lambda self, *a, **k: (figures.append(self), save(self, *a, **k)),
     )
     return figures
-
-
-def test_allocators_have_one_axis_one_legend_and_a_colour_each(tmp_path, made):
-    rows = [
-        {
-            "kernels": "native",
-            "recompute": recompute,
-            "ranks": ranks,
-            "allocator": name,
-            "seconds": seconds,
-            "ratio": 1.0,
-        }
-        for recompute, seconds, names in (("none", 8.0, NAMES), ("full", 12.0, NAMES[1:]))
-        for ranks in (1, 2)
-        for name in names
-    ]
-    pictures.draw_allocators(
-        tmp_path / "a.png",
-        {
-            "recipe": "124m",
-            "dtype": "fp32",
-            "micro_batch_size": 1,
-            "global_batch_size": 4,
-            "cpu": "a CPU",
-            "clock_ghz": 4.0,
-            "rows": rows,
-        },
-    )
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    (figure,) = made
-    left, right = figure.axes
-    assert left.get_ylim() == right.get_ylim() and left.get_ylim()[1] > 12.0
-    colors = [
-        {bars.get_label(): bars.patches[0].get_facecolor() for bars in axes.containers}
-        for axes in (left, right)
-    ]
-    assert list(colors[0]) == list(NAMES) and list(colors[1]) == list(NAMES[1:])
-    assert all(colors[0][name] == color for name, color in colors[1].items())
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == list(NAMES)
-    assert all(axes.get_legend() is None for axes in figure.axes)
-    assert not any(
-        legend.get_window_extent().overlaps(axes.get_window_extent()) for axes in figure.axes
-    )
 
 
 TRAIN = [
@@ -299,36 +251,6 @@ def bars(axes, colour) -> set[tuple[float, float, int]]:
         )
         for p in found
     }
-
-
-@pytest.mark.parametrize(
-    ("name", "chunks", "op", "colour"),
-    [
-        ("1f1b", 1, FORWARD, "tab:blue"),
-        ("zb-h1", 1, BACKWARD_INPUT, "tab:orange"),
-        ("zbv", 2, FORWARD, "tab:blue"),
-    ],
-)
-def test_bars_stand_where_the_spans_are(name, chunks, op, colour):
-    axes, walked, _ = drawn(name, chunks)
-    assert bars(axes, colour) == {
-        (round(s.start, 6), round(s.end, 6), s.stage)
-        for s in walked
-        if s.op == op and s.model_chunk == 0
-    }
-    assert bars(axes, schedule_plot.IDLE) == {
-        (0, round(max(s.end for s in walked), 6), stage) for stage in range(3)
-    }
-
-
-def test_the_legend_names_what_there_is():
-    assert drawn("1f1b", 1)[2] == ["F forward", "B backward", "message under way"]
-    assert drawn("zbv", 2)[2] == [
-        "F forward",
-        "I gradient of the input",
-        "W gradient of the weights",
-        "message under way",
-    ]
 
 
 def test_files_of_one_pipeline_and_of_planned_next_to_measured(tmp_path):

@@ -8,10 +8,9 @@ import pytest
 
 from fugaku_megatron.pipeline import cuts, instructions
 from fugaku_megatron.pipeline.instructions import BACKWARD, FORWARD, Instruction
-from fugaku_megatron.pipeline.makespan import makespan, one_f_one_b
-from fugaku_megatron.pipeline.placement import LOOP, Placement, V, placement_of
+from fugaku_megatron.pipeline.makespan import makespan
+from fugaku_megatron.pipeline.placement import Placement, V
 from fugaku_megatron.pipeline.schedule import Schedule, build
-from fugaku_megatron.pipeline.schedule_names import SCHEDULES
 from fugaku_megatron.pipeline.timeline import COMPUTATIONS, Costs, Span, spans, walk
 
 pytestmark = pytest.mark.unit
@@ -20,28 +19,6 @@ PLACEMENTS = [
     *(Placement(p, v) for p in (1, 2, 3, 8) for v in (1, 2, 5)),
     *(Placement(p, 2, V) for p in (1, 2, 3, 8)),
 ]
-
-
-def test_loop_and_v():
-    assert [
-        [Placement(3, 2).virtual_stage(stage, chunk) for chunk in range(2)] for stage in range(3)
-    ] == [
-        [0, 3],
-        [1, 4],
-        [2, 5],
-    ]
-    assert [
-        [Placement(3, 2, V).virtual_stage(stage, chunk) for chunk in range(2)] for stage in range(3)
-    ] == [[0, 5], [1, 4], [2, 3]]
-    assert Placement(4, 2, V).neighbour(3, 0, 1) == (3, 1)
-    assert Placement(4, 2, V).owner(0)[0] == Placement(4, 2, V).owner(7)[0] == 0
-    with pytest.raises(AssertionError):
-        Placement(4, 3, V)
-    assert [
-        placement_of(name, 4, {"interleaved": 3, "zbv": 2}.get(name, 1)).kind for name in SCHEDULES
-    ] == [LOOP, LOOP, LOOP, V]
-    with pytest.raises(AssertionError):
-        placement_of("1f1b", 4, 2)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
@@ -100,24 +77,6 @@ def test_forward_slots_follow_the_model_and_never_meet(placement):
 
 
 @pytest.mark.parametrize(
-    ("layers", "placement", "head", "expected"),
-    [
-        (12, Placement(1), 45, [12]),
-        (12, Placement(2), 45, [8, 4]),
-        (12, Placement(5), 45, [2, 3, 3, 3, 1]),
-        (12, Placement(2, 2), 45, [4, 3, 4, 1]),
-        (12, Placement(2, 2, V), 45, [3, 4, 4, 1]),  # the first stage has the logits
-        (12, Placement(1, 3), 45, [5, 6, 1]),
-        (40, Placement(8, 5), 1, [1] * 40),
-        (24, Placement(4, 2), 0, [3] * 8),
-        (26, Placement(4, 2), 0, [3, 3, 3, 3, 3, 3, 4, 4]),
-    ],
-)
-def test_balanced(layers, placement, head, expected):
-    assert list(cuts.balanced_cut(layers, placement, 10, head)) == expected
-
-
-@pytest.mark.parametrize(
     "placement",
     [Placement(p, v) for p in (1, 2, 3) for v in (1, 2, 3)] + [Placement(2, 2, V)],
     ids=str,
@@ -144,15 +103,6 @@ def test_no_cut_has_a_cheaper_costliest_stage(placement, head):
         for s in range(placement.stages)
     ]
     assert costliest(totals) == min(map(costliest, every))
-
-
-def test_chunks_of_given_stages_and_the_textbooks_bubble():
-    assert cuts.cut_of_stages((8, 4), Placement(2, 2), 10, 45) == (4, 3, 4, 1)
-    assert cuts.cut_of_stages((7, 4), Placement(2, 2, V), 10, 45) == (6, 2, 2, 1)
-    assert cuts.even_cut(12, Placement(2, 3)) == (2,) * 6
-    assert one_f_one_b([1.0] * 8, [2.0] * 8, 0.0, 16) == pytest.approx(3.0 * (16 + 8 - 1))
-    more, less = (one_f_one_b([1.0] * 4, [2.0] * 3 + [5.0], 0.0, count) for count in (65, 64))
-    assert more - less == pytest.approx(6.0), "the slowest stage sets the pace"
 
 
 def slots(name: str, stages: int, chunks: int, microbatches: int) -> float:
@@ -186,25 +136,6 @@ def test_bubbles(stages, microbatches):
     assert (
         slots("zbv", p, 2, m) == 3 * m + (p - 1) / 2
     )  # none, but that the last stage begins (p - 1) half slots late
-
-
-@pytest.mark.parametrize(
-    ("name", "chunks", "gain"), [("interleaved", 5, 1.5), ("zb-h1", 1, 1.4), ("zbv", 2, 1.6)]
-)
-@pytest.mark.parametrize(("stages", "microbatches"), [(8, 7), (16, 16)])
-def test_few_microbatches_gain_most(name, chunks, gain, stages, microbatches):
-    assert slots("1f1b", stages, 1, microbatches) >= gain * slots(
-        name, stages, chunks, microbatches
-    )
-
-
-@pytest.mark.parametrize("microbatches", [1, 3, 5, 9, 11, 13, 19, 23])
-def test_any_number_of_microbatches_is_interleaved_sensibly(microbatches):
-    """Take no longer than the next multiple of the stages, and never longer than 1F1B."""
-    padded = -(-microbatches // 4) * 4
-    assert slots("interleaved", 4, 2, microbatches) <= min(
-        slots("1f1b", 4, 1, microbatches), slots("interleaved", 4, 2, padded)
-    )
 
 
 KINDS = [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zbv", 2)]

@@ -8,22 +8,16 @@ import pytest
 from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.config import features
 from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.config.precision import PrecisionConfig
-from fugaku_megatron.config.recipes import gpt_30b, gpt_124m
+from fugaku_megatron.config.recipes import gpt_124m
 from fugaku_megatron.config.run_config import ParallelConfig, RunConfig
 from fugaku_megatron.config.training import TrainingConfig
-from fugaku_megatron.costs import memory
-from fugaku_megatron.costs.attention import attention_workspace_bytes
 from fugaku_megatron.costs.flops import hardware_flops, model_flops
 from fugaku_megatron.costs.layers import layer_records
-from fugaku_megatron.costs.parameters import stage_parameters
 from fugaku_megatron.costs.records import Collective
-from fugaku_megatron.costs.stages import quantized_elements, recompute_groups, stage_records
-from fugaku_megatron.pipeline.in_flight import InFlight
-from fugaku_megatron.planner import machine, model, peak_memory, software, work
+from fugaku_megatron.costs.stages import stage_records
+from fugaku_megatron.planner import machine, model, software, work
 from fugaku_megatron.planner.cost import MMAP_BYTES, Network, Rank
-from fugaku_megatron.planner.machine import MIB, load
-from fugaku_megatron.planner.software import MemoryParameters, Parameters
+from fugaku_megatron.planner.software import Parameters
 from fugaku_megatron.planner.system import System
 from fugaku_megatron.planner.work import ExpertExchange, Matmul, Work, phases
 from tests.llama_models import DELTA_HEADS
@@ -221,44 +215,6 @@ def test_matmuls_in_int8_take_shares_of_its_peak_and_the_time_to_quantize():
     assert seconds(measured, 2) == pytest.approx(seconds(measured, 1) + once)
 
 
-def test_int8_of_a_run():
-    """Forward, data gradients and weights once per update; weight gradients and the head if asked for."""
-
-    def quantized(**flags: bool) -> dict[str, list[int]]:
-        run = make_run("124m", {"int8": True, "vocab_size": 50257, **flags})
-        works = phases(run, software.load("fugaku_megatron"))
-        return {
-            name: [p.quantized for p in works[name].matmuls if not p.attention]
-            for name in ("layer_forward", "layer_backward", "head_forward", "head_backward")
-        }
-
-    expected = {
-        "layer_forward": [1, 1, 1, 1],
-        "layer_backward": [1, 0, 1, 0, 1, 0, 1, 0],
-        "head_forward": [0],
-        "head_backward": [0, 0],
-    }
-    assert quantized() == expected
-    head = {"head_forward": [1], "head_backward": [1, 0]}
-    assert quantized(int8_head=True) == {**expected, **head}
-    assert quantized(int8_wgrad=True) == {**expected, "layer_backward": [1, 2, 1, 2, 1, 2, 1, 2]}
-    run, plain = (make_run("124m", {"int8": int8, "vocab_size": 50257}) for int8 in (True, False))
-    layout = Layout(1, 1, 1, 1)
-    weights = 12 * 12 * 768**2
-    assert quantized_elements(run, 0) == weights
-    assert quantized_elements(plain, 0) == 0
-    used = [memory.stage_memory(each, layout, 0, [InFlight((1,), (0,))]) for each in (run, plain)]
-    assert used[0].total - used[1].total == 2 * weights
-    system = System.from_names("a64fx", "fugaku_megatron", 1)
-    steps = [model.step(each, layout, system, system.parameters) for each in (run, plain)]
-    packed = rank("a64fx", "fugaku_megatron", elementwise_fraction=0.7).traffic(2 * 9 * weights)
-    assert steps[0].optimizer - steps[1].optimizer == pytest.approx(packed)
-    assert steps[0].slowest.gemm < steps[1].slowest.gemm
-    assert steps[0].slowest.attention == steps[1].slowest.attention
-    other = phases(run, EAGER)
-    assert not any(p.quantized for work in other.values() for p in work.matmuls)
-
-
 def test_int8_needs_a_rate():
     run = make_run("124m", {"int8": True})
     system = System.from_names("a64fx", "fugaku_megatron", 1)
@@ -274,23 +230,6 @@ def test_int8_needs_a_rate():
     foreign = model.predict(run, System.from_names("a64fx", "torch1.10", 1), with_band=False)
     assert any("torch1.10 has no --int8" in line for line in foreign.warnings)
     assert not any("no rate of INT8" in line for line in foreign.warnings)
-
-
-def test_ranks_of_one_cmg_each_use_all_of_the_memory_and_one_rank_of_a_node_does_not():
-    work = Work(moved=1e9)
-    spread = rank(ranks_per_node=4).seconds(work).elementwise
-    alone = rank().seconds(work).elementwise
-    assert (
-        spread
-        == pytest.approx(alone)
-        == pytest.approx(rank(ranks_per_node=2).seconds(work).elementwise)
-    )
-    ours = [
-        rank(software="fugaku_megatron", ranks_per_node=n).seconds(work).elementwise for n in (1, 4)
-    ]
-    assert ours[1] == pytest.approx(
-        4 * ours[0]
-    )  # our kernels touch their pages first where they use them
 
 
 EAGER = software.load("torch1.10")
@@ -380,60 +319,6 @@ def test_layers_of_each_kind_count_their_own_matmuls(changes, recompute):
     assert totals[0] != totals[1] or totals[1] != totals[2]
 
 
-def test_native_code_leaves_out_what_nobody_reads():
-    run = replace(
-        gpt_124m(), training=TrainingConfig(recompute_granularity="full", recompute_num_layers=3)
-    )
-    ours, eager = (
-        work.recomputed_layers(
-            run,
-            run.model.layer_kinds,
-            recompute_groups(12, "uniform", 3),
-            software.load(name),
-        )
-        for name in ("fugaku_megatron", "torch1.10")
-    )
-    fc2 = next(r for r in layer_records(run) if r.name == "linear_fc2")
-    counted = [sum(flops(piece) * times for piece, times in pieces) for pieces in (eager, ours)]
-    assert counted[0] - counted[1] == 4 * fc2.flops_forward
-    native = software.load("fugaku_megatron")
-    assert (
-        work.phases(gpt_124m(), native)["layer_forward"].moved
-        < work.phases(gpt_124m(), EAGER)["layer_forward"].moved / 5
-    )
-    run = gpt_124m()
-    native = software.load("fugaku_megatron")
-    rows = memory.logits_rows(run)
-    assert rows < run.model.seq_length
-    for phase, number in (("head_forward", 1), ("head_backward", 2)):
-        matmuls = work.phases(run, native)[phase].matmuls
-        assert len(matmuls) == number and all(
-            rows in (p.m, p.n, p.k) and p.times * rows == 1024 for p in matmuls
-        )
-        assert flops(work.phases(run, native)[phase]) == flops(work.phases(run, EAGER)[phase])
-
-
-def test_activations_and_z_loss_are_computed_in_passes_that_are_there_anyway():
-    """Native kernels apply them in the matmul's epilogue or in the gate's pass, and z-loss in the pass over the logits."""
-
-    def counted(**changes):
-        return work.phases(
-            replace(gpt_124m(), model=replace(gpt_124m().model, **changes)),
-            software.load("fugaku_megatron"),
-        )
-
-    for changes in ({"squared_relu": True}, {"bias_gelu_fusion": False}, {"use_z_loss": True}):
-        assert counted(**changes) == counted()
-    assert counted(geglu=True) == counted(swiglu=True)
-    gated, plain = (counted(**changes)["layer_forward"] for changes in ({"geglu": True}, {}))
-    assert gated.moved > plain.moved, "a gate reads two tensors of the inner width"
-
-
-def test_tensor_sizes():
-    sizes = work.tensors(replace(gpt_30b(), parallel=ParallelConfig(tensor_model_parallel_size=4)))
-    assert sizes["hidden"] == 2048 * 7168 * 4 and sizes["scores"] == 14 * 2048 * 2048 * 4
-
-
 def network(
     layout: Layout, ranks_per_node: int = 1, name: str = "a64fx", **values: float
 ) -> Network:
@@ -467,31 +352,6 @@ def test_a_ring():
     assert many / few == pytest.approx(11 / 10, rel=1e-3)
     own = machine.load("a64fx").large_allreduce_gbs
     assert all_reduce(network(Layout(512, 1, 1, 512)), "dp") == pytest.approx(1 / own, rel=0.01)
-
-
-def test_ranks_of_a_node_use_its_links():
-    seconds = [
-        network(Layout(4, 4, 1, 1), ranks_per_node=4, reduce_gbs=rate).seconds(
-            "all_reduce", "tp", 10**8
-        )
-        for rate in (1, 6)
-    ]
-    assert seconds[0] == seconds[1]
-    flat = network(Layout(16, 1, 1, 16), ranks_per_node=4, reduce_gbs=2.0, intra_reduce_gbs=0.5)
-    assert all_reduce(flat, "dp") == pytest.approx(2 * 15 / 16 / 0.5, rel=1e-3)
-    shared = replace(
-        flat, active=frozenset({features.NODE_SUMS})
-    )  # a group over several nodes does not use it
-    assert all_reduce(shared, "dp") == all_reduce(flat, "dp")
-    inside_first = replace(flat, active=frozenset({features.TWO_LEVEL_SUMS}))
-    assert all_reduce(inside_first, "dp") == pytest.approx(
-        2 * 3 / 4 / 0.5 + 2 * 3 / 4 / 4 / 2, rel=1e-2
-    )
-    alone = network(Layout(16, 8, 2, 1), ranks_per_node=1, name="a100").seconds("send", "pp", 10**9)
-    shared = network(Layout(16, 8, 2, 1), ranks_per_node=8, name="a100").seconds(
-        "send", "pp", 10**9
-    )
-    assert shared == pytest.approx(2 * alone, rel=0.01)
 
 
 def test_sums_in_two_levels_and_in_shared_memory():
@@ -599,46 +459,3 @@ def test_all_rows_of_experts_are_in_one_exchange(schedule, hiding):
         ] == [sent * 2048]
     assert len(forward.exchanges[0][0].overlapped) == len(forward.exchanges[0][0].around) == 2
     assert len(backward.exchanges[0][0].overlapped) == 2 * (hiding - 1)
-
-
-PLAIN = MemoryParameters(base_mib=0, peer_mib=0)
-
-
-@pytest.mark.parametrize("tp", [1, 4])
-def test_sixteen_bits_keep_what_korthikanti_equation_2_says(tp):
-    parallel = ParallelConfig(tensor_model_parallel_size=tp)
-    run = replace(gpt_30b(), precision=PrecisionConfig(bf16=True), parallel=parallel)
-    s = run.model.seq_length
-    b = 1
-    h = run.model.hidden_size
-    a = run.model.num_attention_heads
-    assert peak_memory.layer_saved_bytes(run) == pytest.approx(
-        s * b * h * (10 + 24 / tp + 5 * a * s / (h * tp))
-    )
-
-
-def test_memory_of_stages():
-    run = gpt_124m()
-    layout = Layout(1, 1, 1, 1)
-    used = peak_memory.stage_mib(run, layout, 0, software.load("fugaku_megatron"), 1, PLAIN)
-    held = memory.stage_memory(run, layout, 0, [InFlight((1,), (0,))]).total
-    assert used == pytest.approx((held + attention_workspace_bytes(run, 1)) / MIB)
-    cut = ParallelConfig(tensor_model_parallel_size=8, pipeline_model_parallel_size=48)
-    plain = replace(gpt_30b(), parallel=cut)
-    full = replace(plain, training=TrainingConfig(recompute_granularity="full"))
-    layout = Layout(384, 8, 48, 1)
-
-    def used(run, stage):
-        return peak_memory.stage_mib(run, layout, stage, EAGER, 1, PLAIN)
-
-    assert used(plain, 0) > used(plain, 1) > used(plain, 40)
-    assert used(full, 0) < used(plain, 0) / 2
-    parameters = MemoryParameters(base_mib=0, peer_mib=0, state_bytes=4, sharded_bytes=12)
-    run = replace(gpt_124m(), parallel=ParallelConfig(zero_stage=1))
-    alone, eight = (
-        peak_memory.stage_mib(run, Layout(n, 1, 1, n), 0, EAGER, 1, parameters) for n in (1, 8)
-    )
-    assert (alone - eight) * MIB == pytest.approx(12 * 7 / 8 * stage_parameters(run, 0))
-    for ranks in (1, 4):
-        system = System(machine=load("a64fx"), software=EAGER, nodes=1, ranks_per_node=ranks)
-        assert system.limit_mib == pytest.approx(28.5 * 1024 / ranks)

@@ -178,11 +178,3 @@ def test_every_software_is_complete(name):
     assert all("calls" in code.counts[phase] for phase in PHASES)
     assert set(code.machines) <= set(machine.names())
     assert code.fitted.values.gemm_fraction > 0 and code.choices.schedules[0] == "1f1b"
-
-
-def test_names_of_software():
-    assert software.load("torch1.10").measured and software.load("megatron-a100").measured
-    assert not software.load("fugaku_megatron").measured
-    assert (
-        software.load("this") == software.load("fugaku_megatron") and "this" not in software.names()
-    )

@@ -13,7 +13,6 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.recipes import gpt_13b, gpt_30b, gpt_124m
 from fugaku_megatron.config.run_config import ParallelConfig
 from fugaku_megatron.config.training import TrainingConfig
-from fugaku_megatron.pipeline.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
 from fugaku_megatron.pipeline.timeline import walk
 from fugaku_megatron.planner import model, plan_text, search
 from fugaku_megatron.planner.model import outside, predict, step
@@ -145,20 +144,6 @@ def test_the_pipeline_is_the_schedules_own_list(name, chunks):
     assert step.least_seconds <= step.seconds and stepped(
         "1f1b", 1
     ).least_seconds <= step.seconds * (1 + 1e-9)
-
-
-def test_split_backwards_and_chunks_shrink_the_bubble():
-    whole = stepped("1f1b", 1).costs.of
-    halves = stepped("zb-h1", 1).costs.of
-    for stage in range(8):
-        assert halves[BACKWARD_INPUT][stage][0] + halves[BACKWARD_WEIGHT][stage][
-            0
-        ] == pytest.approx(whole[BACKWARD][stage][0])
-        assert halves[BACKWARD_WEIGHT][stage][0] > 0.1 * whole[BACKWARD][stage][0]
-    bubbles = {kind: stepped(*kind).bubble_fraction for kind in KINDS}
-    assert bubbles["1f1b", 1] > bubbles["interleaved", 2] > bubbles["interleaved", 5]
-    assert bubbles["1f1b", 1] > bubbles["zb-h1", 1] > bubbles["zbv", 2] > bubbles["zb-h1", 5]
-    assert bubbles["interleaved", 5] > bubbles["zb-h1", 5]
 
 
 def found(held: frozenset[str] = HELD, run=RUN, system: System = SYSTEM) -> search.Search:

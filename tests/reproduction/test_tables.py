@@ -50,48 +50,6 @@ def test_printed_cells_come_first_and_unchanged():
         assert tuple(line[: len(row.cells)]) == row.cells and len(line) == len(row.cells) + 9
 
 
-def test_cells_with_a_model():
-    rows = load(["000"])
-    lines = {
-        row.line: line[len(row.cells) :]
-        for row, line in zip(rows, printed_lines(text(compare(rows, slow))))
-    }
-    assert lines[39] == [
-        "-",
-        "0.561",
-        "1670.8",
-        "1503.7 to 1837.9",
-        "0.500",
-        "6946",
-        "+12.2",
-        "-10.0",
-        "-",
-    ]
-    assert lines[55] == [
-        "TFLOPs* 0.440",
-        "0.440",
-        "8.7",
-        "7.8 to 9.6",
-        "0.500",
-        "4129",
-        "-12.1",
-        "-10.0",
-        "R12",
-    ]
-    assert lines[26][1:] == [
-        "-",
-        "3.3",
-        "2.9 to 3.6",
-        "0.500",
-        "900",
-        "-",
-        "-",
-        "planned: model only",
-    ]  # a plan is filled in
-    assert lines[24] == ["-"] * 8 + ["impossible, R8"]
-    assert lines[27][0] == "GBS 1024, Mem - MiB"
-
-
 def test_errors_oom_and_refusals():
     comparisons = {c.row.line: c for c in compare(load(["001"]), slow)}
     assert comparisons[24].time_error_percent == pytest.approx(

@@ -49,19 +49,6 @@ def test_the_parts_of_other_blocks_are_timed(family):
     assert called == {"mlp", "attention", "bias_dropout_add_rms_norm"}
 
 
-def test_long_sequences_are_timed_in_part():
-    """At 131,072 tokens the calls would take minutes, and torch's mask of a window 16 GiB."""
-    lengths = set()
-    watched = Observed(
-        Ops.build(),
-        ("attention",),
-        lambda name, function, args, kwargs: lengths.add(len(args[0])) or args[0],
-    )
-    cases = kernel_timing.kernel_cases(small_run(seq_length=131072, window_size="512,0"))
-    cases["attention"](watched)
-    assert lengths == {kernel_timing.LAYER_TOKENS}
-
-
 def test_the_faster_one_is_used():
     timings = [kernel_timing.Timing("gemm", 1.0, 2.0), kernel_timing.Timing("attention", 2.0, 1.0)]
     assert [t.faster for t in timings] == ["native", "torch"]
