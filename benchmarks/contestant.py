@@ -39,7 +39,7 @@ from fugaku_megatron.convert.hugging_face.tensor_mapping import (
     in_their_shape,
     tensor_mappings,
 )
-from fugaku_megatron.costs.vocabulary import padded_vocab_size
+from fugaku_megatron.costs.sizes import padded_vocab_size
 from fugaku_megatron.data.dataset import MockDataset
 from fugaku_megatron.data.prefetcher import Prefetcher
 from fugaku_megatron.data.sampler import micro_batches

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from fugaku_megatron.config.fields import check
 from fugaku_megatron.config.run_config import ModelConfig
-from fugaku_megatron.nn.gradients import parts
 from fugaku_megatron.nn.ops.experts import kind_of_scores
+from fugaku_megatron.nn.parameter import row_groups
 
 from . import driver, shapes
 from .driver import DTYPES, Call, Case
@@ -76,7 +76,7 @@ class Work:
         """Return a function that calls one(expert, its rows) for all experts."""
 
         def run() -> None:
-            for expert, rows in parts(self.counts):
+            for expert, rows in row_groups(self.counts):
                 one(expert, rows)
 
         return run
@@ -141,7 +141,7 @@ class Work:
 
     def error(self, op: str, out: Tensor) -> float:
         """`sampled_error` of the last expert."""
-        expert, rows = list(parts(self.counts))[-1]
+        expert, rows = list(row_groups(self.counts))[-1]
         x = self.x[rows]
         grad = self.grad[rows]
         weight = self.weight[expert]

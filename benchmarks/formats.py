@@ -29,8 +29,8 @@ from fugaku_megatron.cli.output_files import picture
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.comm.grid import Grid
 from fugaku_megatron.config.fields import check
-from fugaku_megatron.costs.parameters import model_parameters
-from fugaku_megatron.costs.vocabulary import padded_vocab_size
+from fugaku_megatron.costs.sizes import padded_vocab_size
+from fugaku_megatron.costs.stages import model_parameters
 from fugaku_megatron.data.sampler import micro_batches
 from fugaku_megatron.text.table import Column
 

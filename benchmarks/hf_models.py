@@ -16,7 +16,7 @@ from fugaku_megatron.convert.hugging_face.conversion import open_hugging_face
 from fugaku_megatron.convert.own_checkpoint import save_own
 from fugaku_megatron.inference.generation import Sampling
 from fugaku_megatron.inference.loading import LoadedModel, load_model
-from fugaku_megatron.nn.q8_weight import scales_of
+from fugaku_megatron.nn.parameter import scales_of
 
 from . import driver
 

@@ -1,6 +1,6 @@
 """The same GPT in plain torch in one file, as a PyTorch user writes it: the baseline of `benchmarks step` and the tests' reference.
 
-    model = PlainGPT(run.model, vocabulary)        vocabulary: padded, see costs.vocabulary.padded_vocab_size
+    model = PlainGPT(run.model, vocabulary)        vocabulary: padded, see costs.sizes.padded_vocab_size
     loss = model(tokens, labels)                   (b, s) each -> ()
 
 Parameters have the global names, shapes and order of heads of fugaku_megatron's checkpoints, so weights need no conversion.

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fugaku_megatron.config.run_config import ModelConfig
-from fugaku_megatron.costs.parameters import stage_parameters
-from fugaku_megatron.costs.vocabulary import vocabulary_rows
+from fugaku_megatron.costs.sizes import vocabulary_rows
+from fugaku_megatron.costs.stages import stage_parameters
 
 from . import driver, shapes
 from .driver import DTYPES, Call, Case, relative_error

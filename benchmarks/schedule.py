@@ -26,9 +26,8 @@ from fugaku_megatron.comm.job import run_or_abort
 from fugaku_megatron.config.fields import check
 from fugaku_megatron.host.timing import slowest_seconds
 from fugaku_megatron.observe.log import schedule_plot
-from fugaku_megatron.pipeline.executor import execute
-from fugaku_megatron.pipeline.instructions import Instruction
-from fugaku_megatron.pipeline.messages import receives, send_queue
+from fugaku_megatron.pipeline.instruction_lists import receives, send_queue
+from fugaku_megatron.pipeline.instructions import Instruction, execute
 from fugaku_megatron.pipeline.schedule import Schedule, build
 from fugaku_megatron.pipeline.schedule_names import SCHEDULES
 from fugaku_megatron.pipeline.timeline import Costs, Span, spans, walk

@@ -34,7 +34,7 @@ from fugaku_megatron.config.lora import BASE_FORMATS
 from fugaku_megatron.config.parallel import CP_COMM_TYPES
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.costs.flops import model_flops
-from fugaku_megatron.costs.parameters import model_parameters
+from fugaku_megatron.costs.stages import model_parameters
 from fugaku_megatron.host.machine import clock_ghz, cpu_model, fma_peak_gflops
 from fugaku_megatron.text.table import Column
 

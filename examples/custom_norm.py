@@ -9,8 +9,8 @@ from torch import Tensor
 
 import fugaku_megatron as fm
 from fugaku_megatron.config.rows import NORMS, NormPart
-from fugaku_megatron.nn.gradients import accumulate
 from fugaku_megatron.nn.layers import Context, Norm
+from fugaku_megatron.nn.parameter import accumulate
 
 
 class Scale(torch.autograd.Function):

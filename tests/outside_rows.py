@@ -8,15 +8,15 @@ from fugaku_megatron.config.decay_shapes import SHAPES, Shape
 from fugaku_megatron.config.layer_kinds import IN_PROJ, MIXERS, OUT_PROJ, MixerPart
 from fugaku_megatron.config.optimizer import OPTIMIZERS, OptimizerPart
 from fugaku_megatron.config.rows import ACTIVATIONS, NORMS, ActivationPart, NormPart
-from fugaku_megatron.costs.activations import residual_bytes
 from fugaku_megatron.costs.mixers import MixerCosts
 from fugaku_megatron.costs.records import MatmulCollectives
-from fugaku_megatron.nn.gradients import accumulate
+from fugaku_megatron.costs.sizes import residual_bytes
 from fugaku_megatron.nn.layers import ColumnParallelLinear, Context, Norm, RowParallelLinear
 from fugaku_megatron.nn.ops.activation import Functions
+from fugaku_megatron.nn.parameter import accumulate
 from fugaku_megatron.optim.optimizer import ElementUpdate
+from fugaku_megatron.pipeline.instruction_lists import with_messages
 from fugaku_megatron.pipeline.instructions import BACKWARD, FORWARD, Instruction
-from fugaku_megatron.pipeline.messages import with_messages
 from fugaku_megatron.pipeline.schedule import Schedule
 from fugaku_megatron.pipeline.schedule_names import SCHEDULES, ScheduleRow
 

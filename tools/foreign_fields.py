@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Iterable, Iterator
 
 from fugaku_megatron.config.megatron_flags import OTHER_FLAGS, saved_reasons
-from fugaku_megatron.convert.hugging_face import config_fields, peft
+from fugaku_megatron.convert.hugging_face import config_json, peft
 from fugaku_megatron.convert.hugging_face.architectures import ARCHITECTURES, ONLY
 from fugaku_megatron.convert.megatron.arguments import READ
 from tools.megatron_flags import LINE, ROOT
@@ -29,7 +29,7 @@ def only(table: dict[str, tuple]) -> Iterator[str]:
         yield f"`{name}` ({', '.join(f'`{value!r}`' for value in built)})"
 
 
-def config_json() -> Iterator[str]:
+def model_fields() -> Iterator[str]:
     yield from (
         "## config.json",
         "",
@@ -37,19 +37,19 @@ def config_json() -> Iterator[str]:
         "|---|---|---|",
     )
     for row in ARCHITECTURES:
-        read = config_fields.read_fields(row) - set(row.only) - set(ONLY)
+        read = config_json.read_fields(row) - set(row.only) - set(ONLY)
         yield f"| `{row.model_type}` | {names(read)} | {', '.join(only(dict(row.only)))} |"
     yield f"| every one | `architectures` `model_type` | {', '.join(only(ONLY))} |"
     yield from ("", "| ignored | because |", "|---|---|")
-    for reason, found in config_fields.IGNORED.items():
+    for reason, found in config_json.IGNORED.items():
         yield f"| {names(found)} | {reason} |"
-    for kind, reasons in config_fields.IGNORED_OF.items():
+    for kind, reasons in config_json.IGNORED_OF.items():
         for reason in dict.fromkeys(reasons.values()):
             found = [name for name in reasons if reasons[name] == reason]
             yield f"| {names(found)} of `{kind}` | {reason} |"
-    outside = names(config_fields.OF_THE_WHOLE)
+    outside = names(config_json.OF_THE_WHOLE)
     yield f"| {outside} in text_config | if they are next to text_config, too, which counts |"
-    for reason, found in config_fields.IGNORED_OUTSIDE.items():
+    for reason, found in config_json.IGNORED_OUTSIDE.items():
         yield f"| {names(found)} next to text_config | {reason} |"
     yield from ("", "Any other field is refused, unless it is null, false or empty.", "")
 
@@ -83,7 +83,7 @@ def saved_arguments() -> Iterator[str]:
 
 
 def tables() -> Iterator[str]:
-    yield from config_json()
+    yield from model_fields()
     yield from adapter_config()
     yield from saved_arguments()
 

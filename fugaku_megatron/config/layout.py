@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from ..pipeline.cuts import evenly
+from ..pipeline.placement import evenly
 from .batches import sizes_of
 from .fields import check, flag
 from .parallel import A2A, EITHER, P2P

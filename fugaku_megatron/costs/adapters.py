@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from ..config.layer_kinds import FC1, FC2, column_parallel, input_projections, row_parallel
 from ..config.run_config import RunConfig
-from .activations import sequence_shards
 from .records import MatmulCollectives, Record, Records, linear
+from .sizes import sequence_shards
 
 
 def with_adapters(run: RunConfig, records: Records) -> Records:

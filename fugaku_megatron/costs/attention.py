@@ -10,13 +10,19 @@ from ..config.model import ModelConfig
 from ..config.parallel import A2A, P2P
 from ..config.rows import LAYER_NORM, LEARNABLE, NORMS
 from ..config.run_config import RunConfig
-from .activations import FP32_BYTES, context_bytes, qkv_bytes, residual_bytes, typical_cp_comm_type
 from .context_parallel import attention_messages
-from .int8_moments import shared_segments
 from .layers import typical_layer
 from .mixers import Elementwise, Matrices, MixerCosts, Segments, Shapes
+from .optimizer_states import shared_segments
 from .records import MatmulCollectives, Record, Records, all_reduce
-from .vocabulary import round_up
+from .sizes import (
+    FP32_BYTES,
+    context_bytes,
+    qkv_bytes,
+    residual_bytes,
+    round_up,
+    typical_cp_comm_type,
+)
 
 # Attention kernels (kernels_sve/attention/attention_shape.h): rows of a block, dQ sums per head, and the length from which heads are few.
 ATTENTION_BLOCK = 96

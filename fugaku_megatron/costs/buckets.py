@@ -7,13 +7,19 @@ from functools import lru_cache
 
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
-from .activations import BF16_BYTES, FP32_BYTES, sequence_shards
 from .layers import embedding_records, head_records, layer_records, per_layer
-from .parameters import layer_parameters
 from .records import Collective
-from .stages import stage_records
-from .units import EMBEDDING, HEAD, TIED, Unit, holds_tied_copy, units
-from .vocabulary import round_up, vocabulary_rows
+from .sizes import BF16_BYTES, FP32_BYTES, round_up, sequence_shards, vocabulary_rows
+from .stages import (
+    EMBEDDING,
+    HEAD,
+    TIED,
+    Unit,
+    holds_tied_copy,
+    layer_parameters,
+    stage_records,
+    units,
+)
 
 FLAT_ALIGNMENT = 64  # elements; a shard of a flat buffer starts on a 256-byte line
 # Megatron's default of --ddp-bucket-size, large enough for rings over many ranks

@@ -8,8 +8,8 @@ from functools import lru_cache
 from ..config.layout import cp_comm_types
 from ..config.parallel import A2A, ALLGATHER, P2P
 from ..config.run_config import RunConfig
-from .activations import FP32_BYTES, activation_bytes, context_bytes, qkv_bytes
 from .records import Collective, Collectives
+from .sizes import FP32_BYTES, activation_bytes, context_bytes, qkv_bytes
 
 
 def segment_numbers(rank: int, ranks: int) -> tuple[int, int]:

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from ..config.layer_kinds import IN_PROJ, OUT_PROJ, LayerKind
 from ..config.model import ModelConfig
 from ..config.run_config import RunConfig
-from .activations import FP32_BYTES, residual_bytes
-from .int8_moments import shared_segments
 from .mixers import Elementwise, MixerCosts, Segments, Shapes
+from .optimizer_states import shared_segments
 from .records import Collective, Collectives, MatmulCollectives, Record, Records
+from .sizes import FP32_BYTES, residual_bytes
 
 CHUNK = 64  # tokens that a few matmuls compute together
 SEGMENT = 256  # tokens between two saved states

@@ -15,9 +15,8 @@ from .layers import (
     mean_layer_flops,
     norm_record,
 )
-from .parameters import layer_parameters, on_one_rank
-from .stages import virtual_stage_recompute_groups
-from .vocabulary import padded_vocab_size
+from .sizes import padded_vocab_size
+from .stages import layer_parameters, on_one_rank, virtual_stage_recompute_groups
 
 
 def _recompute_fraction(run: RunConfig) -> float:

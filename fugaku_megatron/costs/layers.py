@@ -14,19 +14,18 @@ from ..config.layer_kinds import LayerKind
 from ..config.model import ModelConfig
 from ..config.rows import MLP_OF_EXPERTS, NORMS
 from ..config.run_config import RunConfig
-from .activations import (
+from .adapters import with_adapters
+from .mixers import mixer_costs
+from .mlp import expert_records, mlp_records
+from .records import MatmulCollectives, Record, Records, all_reduce, linear
+from .sizes import (
     FP32_BYTES,
     activation_bytes,
     residual_bytes,
     sequence_shards,
     typical_cp_comm_type,
+    vocabulary_rows,
 )
-from .adapters import with_adapters
-from .experts import expert_records
-from .mixers import mixer_costs
-from .mlp import mlp_records
-from .records import MatmulCollectives, Record, Records, all_reduce, linear
-from .vocabulary import vocabulary_rows
 
 
 def norm_record(name: str, run: RunConfig) -> Record:

@@ -8,10 +8,10 @@ from typing import NamedTuple
 from ..config.layer_kinds import FC1, FC2, MIXERS, LayerKind, column_parallel
 from ..config.rows import MLP_OF_EXPERTS, Q8_BLOCK
 from ..config.run_config import RunConfig
-from .experts import Division
 from .mixers import mixer_costs
-from .units import units
-from .vocabulary import vocabulary_rows
+from .mlp import Division
+from .sizes import vocabulary_rows
+from .stages import units
 
 SCALE_BYTES = 2  # BF16
 

@@ -15,34 +15,32 @@ from ..config.layout import Layout
 from ..config.optimizer import MOMENTS
 from ..config.rows import ACTIVATIONS, MLP_OF_EXPERTS
 from ..config.run_config import RunConfig
-from ..pipeline.in_flight import InFlight
+from ..pipeline.instructions import InFlight
 from ..pipeline.schedule_names import row
-from .activations import (
+from .buckets import bucket_elements, bucket_units, unit_elements, updated_elements, zero_shards
+from .context_parallel import key_working_bytes
+from .layers import layer_records, per_layer
+from .linear_layers import q8_savings
+from .mixers import mixer_costs
+from .mlp import mlp_width, pair_working_bytes, waiting_bytes
+from .optimizer_states import matrix_elements, scales, unit_segments
+from .sizes import (
     BF16_BYTES,
     FP32_BYTES,
     activation_bytes,
     residual_bytes,
     typical_cp_comm_type,
+    vocabulary_rows,
 )
-from .buckets import bucket_elements, bucket_units, unit_elements, updated_elements, zero_shards
-from .context_parallel import key_working_bytes
-from .experts import pair_working_bytes, waiting_bytes
-from .int8_moments import scales, unit_segments
-from .layers import layer_records, per_layer
-from .linear_layers import q8_savings
-from .mixers import mixer_costs
-from .mlp import mlp_width
-from .muon import matrix_elements
-from .parameters import stage_parameters
 from .stages import (
     end_records,
     quantized_elements,
     stage_layers,
+    stage_parameters,
     stage_recompute_groups,
     virtual_stage_layers,
     virtual_stage_recompute_groups,
 )
-from .vocabulary import vocabulary_rows
 
 INT8_COPIES = 2  # of a weight, for forward and for data gradients
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from ..config.layer_kinds import MIXERS, LayerKind
 from ..config.model import ModelConfig
 from ..config.run_config import RunConfig
-from .activations import activation_bytes
 from .records import Records
+from .sizes import activation_bytes
 
 Matrices = list[tuple[int, int, int]]  # (how many, rows, columns)
 Shapes = tuple[tuple[int, int], tuple[int, int]]

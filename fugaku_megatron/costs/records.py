@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..config.run_config import RunConfig
-from .activations import activation_bytes, sequence_shards
+from .sizes import activation_bytes, sequence_shards
 
 # Values of `Record.expert_step`.
 DISPATCH = "dispatch"

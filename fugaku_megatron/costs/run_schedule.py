@@ -9,8 +9,8 @@ from functools import lru_cache
 
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
-from ..pipeline.cuts import SplitCosts, VirtualStageCosts
-from ..pipeline.in_flight import InFlight
+from ..pipeline.instructions import InFlight
+from ..pipeline.placement import SplitCosts, VirtualStageCosts
 from ..pipeline.schedule import Schedule
 from ..pipeline.schedule_names import row
 from .layers import layer_and_head_flops

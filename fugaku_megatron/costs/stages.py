@@ -1,20 +1,26 @@
-"""Layers, recompute groups and operations of virtual stages and pipeline stages."""
+"""Layers, parameters, recompute groups and operations of virtual stages and pipeline stages.
+
+A stage's units are its parameters in the order in which backward finishes them; a gradient bucket has whole units.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 
 from ..config.layout import cp_comm_types, stage_sizes
 from ..config.model import ModelConfig
+from ..config.parallel import ParallelConfig
 from ..config.run_config import RunConfig
-from ..pipeline.cuts import balanced_cut, cut_of_stages, even_cut
+from ..pipeline.placement import balanced_cut, cut_of_stages, even_cut
 from .layers import (
     embedding_records,
     head_records,
     is_quantized,
     layer_and_head_flops,
     layer_records,
+    per_layer,
 )
 from .records import Record
 
@@ -108,3 +114,71 @@ def recompute_groups(layers: int, method: str, number: int) -> list[range]:
     if method == "block":
         return [range(i, i + 1) for i in range(min(number, layers))]
     return [range(i, min(i + number, layers)) for i in range(0, layers, number)]
+
+
+HEAD = "final norm, with an untied head"
+EMBEDDING = "embeddings"
+TIED = "word embedding that another stage also has"
+Unit = int | str  # a layer's number, or one of these
+
+
+def holds_tied_copy(run: RunConfig, stage: int) -> bool:
+    first = run.placement.owner(0)[0]
+    last = run.placement.last_stage
+    return run.model.tied and not run.lora.on and first != last and stage in (first, last)
+
+
+def units(run: RunConfig, stage: int) -> list[Unit]:
+    """Return a stage's units in backward order, the tied copy last."""
+    placement = run.placement
+    found: list[Unit] = []
+    if stage == placement.last_stage:
+        found.append(HEAD)
+    for model_chunk in reversed(stage_layers(run, stage)):
+        found += reversed(model_chunk)
+    if stage == placement.owner(0)[0]:
+        found.append(EMBEDDING)
+    if holds_tied_copy(run, stage):
+        found.append(TIED)
+    return found
+
+
+@lru_cache(maxsize=64)
+def layer_parameters(run: RunConfig) -> tuple[int, ...]:
+    return per_layer(run, lambda kind: sum(r.parameters for r in layer_records(run, kind)))
+
+
+def virtual_stage_parameters(run: RunConfig, virtual_stage: int) -> int:
+    ends = sum(record.parameters for record in end_records(run, virtual_stage))
+    layers = virtual_stage_layers(run, virtual_stage)
+    return sum(layer_parameters(run)[layers.start : layers.stop]) + ends
+
+
+@lru_cache(maxsize=4096)  # searches repeat the same runs
+def stage_parameters(run: RunConfig, stage: int) -> int:
+    return sum(
+        virtual_stage_parameters(run, virtual_stage)
+        for virtual_stage in run.placement.virtual_stages_of(stage)
+    )
+
+
+def on_one_rank(run: RunConfig) -> RunConfig:
+    return replace(run, parallel=ParallelConfig())
+
+
+def model_parameters(run: RunConfig) -> int:
+    """Count parameters: a tied embedding once, the vocabulary padded for one rank."""
+    return stage_parameters(on_one_rank(run), 0)
+
+
+def active_parameters(run: RunConfig) -> int:
+    """Count only the experts to which a token is routed."""
+    model = run.model
+    layers = run.model.mlps.count("experts")
+    if not layers or model.num_experts is None:
+        return model_parameters(run)
+    experts = sum(r.parameters for r in layer_records(on_one_rank(run)) if r.grouped)
+    return (
+        model_parameters(run)
+        - layers * experts * (model.num_experts - model.moe_router_topk) // model.num_experts
+    )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ..comm.agreement import on_root
-from ..tokenizers.token_range import check_tokens
+from ..tokenizers.vocabulary import check_tokens
 from .chat.chat_dataset import ChatDataset
 from .chat.chat_files import ChatArrays, ChatFiles, check_not_chats
 from .data_flags import parse_data_path, parse_split, split_documents

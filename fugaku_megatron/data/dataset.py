@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from ..comm.agreement import on_root
-from ..tokenizers.token_range import check_tokens
+from ..tokenizers.vocabulary import check_tokens
 from .index_arrays import (
     BLOCK,
     Epochs,

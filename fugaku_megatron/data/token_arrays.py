@@ -16,7 +16,7 @@ from ..text.named_files import JsonObject
 
 if TYPE_CHECKING:
     from ..comm.base import Comm
-from ..tokenizers.token_range import check_tokens
+from ..tokenizers.vocabulary import check_tokens
 
 
 class Documents(Protocol):

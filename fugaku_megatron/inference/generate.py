@@ -37,8 +37,7 @@ from ..config.run_config import RunConfig
 from ..costs import linear_layers
 from ..costs.attention import cache_slots
 from ..costs.mixers import cache_bytes
-from ..costs.parameters import model_parameters, stage_parameters
-from ..costs.stages import stage_layers
+from ..costs.stages import model_parameters, stage_layers, stage_parameters
 from ..data.chat.chat_template import ChatTemplate, read_template
 from ..host import allocator
 from ..tokenizers.tokenizer import Tokenizer

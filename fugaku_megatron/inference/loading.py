@@ -34,8 +34,7 @@ from ..nn.forward_context import Pass
 from ..nn.layers import ColumnParallelLinear, RowParallelLinear
 from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops, quantize_activations
-from ..nn.parameter import PARAMETER_DTYPES, ModelParameter, parameters_of
-from ..nn.q8_weight import Q8Weight, scales_of
+from ..nn.parameter import PARAMETER_DTYPES, ModelParameter, Q8Weight, parameters_of, scales_of
 from ..text.foreign_models import no_checkpoint
 from ..tokenizers.tokenizer import Tokenizer, TokenizerFlags, add_tokenizer_flags
 from .recorded_step import RecordingKernels
@@ -227,7 +226,7 @@ def _quantized(weight: ModelParameter) -> ModelParameter:
     q8 = Q8Weight.of(weight.data)
     parameter = ModelParameter(q8.values, requires_grad=False)
     parameter.spec = weight.spec
-    parameter.scales = q8.scales  # type: ignore[attr-defined]  # as in nn.q8_weight
+    parameter.scales = q8.scales  # type: ignore[attr-defined]  # as in nn.parameter.Q8Weight
     return parameter
 
 

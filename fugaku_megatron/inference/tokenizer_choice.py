@@ -8,8 +8,14 @@ from typing import Any
 
 from ..checkpoint.schema import Manifest
 from ..config.fields import check
-from ..tokenizers.identity import identity, mismatch
-from ..tokenizers.tokenizer import TOKENIZERS, Tokenizer, TokenizerFlags, model_tokenizer
+from ..tokenizers.tokenizer import (
+    TOKENIZERS,
+    Tokenizer,
+    TokenizerFlags,
+    identity,
+    mismatch,
+    model_tokenizer,
+)
 
 
 def choose_tokenizer(

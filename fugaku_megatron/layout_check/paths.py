@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..comm.base import Comm
 from ..config.run_config import RunConfig
-from ..optim.bucket_shard import BucketShard
+from ..optim.buckets import BucketShard
 from ..training.trainer import Trainer
 
 

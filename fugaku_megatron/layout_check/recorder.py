@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from ..checkpoint.shards import Shard
 from ..config.optimizer import MOMENTS
-from ..nn.attention.sequence_ranks import own_segments, positions
+from ..nn.attention.context_parallel import own_segments, positions
 from ..nn.forward_context import Pass
 from ..nn.layers import Context
 from ..nn.model import WORD_EMBEDDINGS, Chunk
-from ..nn.parameter import ModelParameter, parameters_of
-from ..nn.q8_weight import scales_of
+from ..nn.parameter import ModelParameter, parameters_of, scales_of
 from ..optim.flat import FlatParameter
 from ..training.trainer import IterationResult, Trainer
 from .points import (

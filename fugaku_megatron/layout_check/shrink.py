@@ -20,8 +20,8 @@ from ..config.rows import MLP_OF_EXPERTS
 from ..config.run_config import RunConfig
 from ..config.training import BatchConfig
 from ..costs.buckets import bucket_units
-from ..costs.units import TIED
-from ..costs.vocabulary import padded_vocab_size
+from ..costs.sizes import padded_vocab_size
+from ..costs.stages import TIED
 
 OVERFLOWS = 2  # iteration that uses the weights which the first one has updated and gathered, and whose update is skipped
 SAVED = 3  # iteration that is saved

@@ -27,15 +27,14 @@ from ..config.lora import (
     LoraConfig,
 )
 from ..config.model import ModelConfig
-from .attention.sequence_ranks import own_segments
+from .attention.context_parallel import own_segments
 from .dropout_key import Dropout, DropoutKey
 from .forward_context import Pass
-from .gradients import as_rows, gradient_of
 from .ops import Ops
 from .ops.activation import Activation, is_fused
 from .ops.dropout import masked
 from .ops.mlp import argument_gradient
-from .parameter_views import matrix
+from .parameter import as_rows, gradient_of, matrix
 
 InputDropout = tuple[float, DropoutKey, int | None]  # probability, mask, first column of a shard
 STREAMS = 1 << 32  # first dropout stream; other masks have smaller numbers

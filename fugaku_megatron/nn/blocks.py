@@ -20,10 +20,17 @@ from ..config.parallel import A2A, P2P
 from ..config.rows import ACTIVATIONS, LAYER_NORM, LEARNABLE, MLP_OF_EXPERTS, NORMS, OFF_BY_ONE
 from ..costs.attention import cache_slots
 from .adapters import activated_linear
+from .attention.context_parallel import (
+    AttentionMask,
+    SharedCall,
+    copy_groups,
+    own_segments,
+    positions,
+    to_heads,
+    to_rows,
+)
 from .attention.heads import Angles, Heads
 from .attention.kv_cache import LayerCache
-from .attention.sequence_ranks import copy_groups, own_segments, positions, to_heads, to_rows
-from .attention.shared_attention import AttentionMask, SharedCall
 from .attention.sinks import Sinks
 from .dropout_key import Dropout
 from .forward_context import Pass

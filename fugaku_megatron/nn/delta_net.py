@@ -12,13 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .attention.context_parallel import to_heads, to_rows
 from .attention.kv_cache import DeltaState
-from .attention.sequence_ranks import to_heads, to_rows
 from .forward_context import Pass, Rows
 from .layers import ColumnParallelLinear, Context, RowParallelLinear
 from .ops import recompute
 from .ops.delta_net import DeltaGates, DeltaHeads
-from .parameter_views import rows_of
+from .parameter import rows_of
 
 A_RANGE = (1.0, 16.0)  # of exp(A_log) at the start, uniform as in Megatron-LM
 

@@ -25,14 +25,14 @@ from ..comm.autograd import (
 )
 from ..comm.base import Comm
 from ..config.model import ModelConfig
-from ..costs.experts import exchanged_groups
+from ..costs.mlp import exchanged_groups
 from .adapters import AdaptedExperts
 from .blocks import MLP
 from .forward_context import Pass
-from .gradients import as_rows, gradient_of, is_frozen, parts
 from .layers import Context
 from .ops import Ops
 from .ops.activation import Activation
+from .parameter import as_rows, gradient_of, is_frozen, row_groups
 from .router import Router, SmallLinear
 
 
@@ -182,7 +182,7 @@ class ExpertWeights(NamedTuple):
         """Add bias1 of each row's expert to pre (n, f or 2 f)."""
         if self.bias1 is None:
             return
-        for number, rows in parts(counts):
+        for number, rows in row_groups(counts):
             pre[rows] += self.bias1[number].detach().flatten()
 
     def add_second_bias(self, out: Tensor, counts: Sequence[int], factors: Tensor) -> None:
@@ -190,14 +190,14 @@ class ExpertWeights(NamedTuple):
         if self.bias2 is None:
             return
         shares = (factors / self.ranks).to(out.dtype)
-        for number, rows in parts(counts):
+        for number, rows in row_groups(counts):
             out[rows].addr_(shares[rows], self.bias2[number].detach())
 
     def add_first_bias_gradient(self, dpre: Tensor, counts: Sequence[int]) -> None:
         bias = self.bias1
         if bias is None or is_frozen(bias):
             return
-        for number, rows in parts(counts):
+        for number, rows in row_groups(counts):
             gradient = gradient_of(bias)[number]
             gradient += dpre[rows].float().sum(0).view_as(gradient)
 
@@ -209,7 +209,7 @@ class ExpertWeights(NamedTuple):
         if bias is None:
             return 0.0
         dfactors = torch.empty_like(factors)
-        for number, rows in parts(counts):
+        for number, rows in row_groups(counts):
             own = dout[rows].float() / self.ranks
             torch.mv(own, bias[number].detach().float(), out=dfactors[rows])
             if not is_frozen(bias):

@@ -30,16 +30,15 @@ from ..config.parallel import A2A
 from ..config.rows import LAYER_NORM, NORMS
 from ..costs.records import overlap_blocks
 from .adapters import Adapter
+from .attention.context_parallel import own_segments, to_rank_order, to_sequence_order
+from .attention.context_parallel import positions as own_positions
 from .attention.heads import Angles
 from .attention.rotary_angles import rotary_angles
-from .attention.sequence_ranks import own_segments, to_rank_order, to_sequence_order
-from .attention.sequence_ranks import positions as own_positions
 from .dropout_key import Dropout
 from .forward_context import Pass
 from .ops import DropoutKey, Ops
 from .ops.norm import LayerNormArguments, layer_norm_without_bias
-from .parameter import ModelParameter, ParameterSpec
-from .parameter_views import derived
+from .parameter import ModelParameter, ParameterSpec, derived
 
 # Dropout sites of a layer. A mask's stream is layer * len(SITES) + site; the embedding is layer 0 and layers count from 1.
 SITES = ("residual_1", "residual_2", "attention", "embedding")

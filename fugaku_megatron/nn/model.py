@@ -16,8 +16,8 @@ from ..comm.grid import Groups
 from ..config.layout import cp_comm_types
 from ..config.run_config import RunConfig
 from ..costs import memory
+from ..costs.sizes import padded_vocab_size
 from ..costs.stages import virtual_stage_layers, virtual_stage_recompute_groups
-from ..costs.vocabulary import padded_vocab_size
 from .blocks import TransformerLayer, make_norm
 from .forward_context import Pass
 from .layers import Context, PositionEmbedding, VocabParallelEmbedding, hidden_dropout, multiplied

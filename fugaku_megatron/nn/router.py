@@ -17,10 +17,10 @@ from ..comm.autograd import Function, Gradients
 from ..config.experts import SEQUENCE_AUX, SIGMOID
 from ..config.model import ModelConfig
 from .forward_context import Pass
-from .gradients import accumulate, as_rows
 from .layers import Context
 from .ops import Ops
 from .ops.experts import NORMALIZER
+from .parameter import accumulate, as_rows
 
 SINKHORN_TOLERANCE = 1e-4  # as in Megatron-LM
 SINKHORN_ROUNDS = 1000

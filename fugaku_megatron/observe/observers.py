@@ -25,8 +25,7 @@ from ..host.observed import (
     observe_groups,
     observe_wait,
 )
-from ..pipeline.executor import Executor
-from ..pipeline.instructions import RECEIVES, SENDS, Instruction
+from ..pipeline.instructions import RECEIVES, SENDS, Executor, Instruction
 from .export.telemetry import Telemetry
 from .hang.hang_verdict import LISTENERS, Address, Link, open_socket, own_address, parent
 from .hang.heartbeat import Heartbeat

@@ -22,11 +22,10 @@ from ..comm.base import Comm
 from ..comm.grid import ALONE, Groups
 from ..comm.node import NodeTensor
 from ..costs.buckets import FLAT_ALIGNMENT, bucket_ranges
-from ..costs.vocabulary import round_up
+from ..costs.sizes import round_up
 from ..nn.adapters import FINGERPRINTS, bits_number
 from ..nn.model import VOCABULARY, Stage
-from ..nn.parameter import ModelParameter, parameters_of
-from ..nn.q8_weight import Q8Weight, blocks_of
+from ..nn.parameter import ModelParameter, Q8Weight, blocks_of, parameters_of
 
 PIECE = 1 << 20  # elements initialised at a time
 BATCH = 1 << 24  # elements of frozen weights that are loaded in FP32 before they are quantized

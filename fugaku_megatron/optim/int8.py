@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..comm.base import Comm
 from ..config.model import ModelConfig
-from ..costs.int8_moments import block_length, undivided_rows
+from ..costs.optimizer_states import block_length, undivided_rows
 from ..nn.model import VOCABULARY
 from ..nn.parameter import ParameterSpec
 from .flat import Bucket, FlatParameters, Place, place_of
@@ -67,7 +67,7 @@ class Blocks:
 
 
 def segment_length(spec: ParameterSpec, model: ModelConfig) -> int:
-    """Return the consecutive elements that no layout divides, see `costs.int8_moments`."""
+    """Return the consecutive elements that no layout divides, see `costs.optimizer_states`."""
     dim = spec.partition_dim
     if dim is None:
         return math.prod(spec.shape[1:] if ".experts." in spec.name else spec.shape)

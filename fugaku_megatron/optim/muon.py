@@ -14,8 +14,7 @@ from ..comm.grid import Groups
 from ..config.model import ModelConfig
 from ..config.run_config import RunConfig
 from ..nn.parameter import ParameterSpec
-from .bucket_shard import BucketShard, StepFactors
-from .buckets import BucketComm
+from .buckets import BucketComm, BucketShard, StepFactors
 from .flat import Bucket, FlatParameter, FlatParameters
 
 # Newton-Schulz iteration x <- a x + (b A + c A^2) x with A = x x^T; steps cycle through the rows (a, b, c), as in

@@ -19,8 +19,9 @@ from ..costs.buckets import bucket_minimum
 from ..nn.model import Stage
 from ..nn.ops import Ops
 from ..nn.parameter import PARAMETER_DTYPES
-from .bucket_shard import (
+from .buckets import (
     AdamWBlock,
+    BucketComm,
     BucketShard,
     StepFactors,
     Updates,
@@ -28,7 +29,6 @@ from .bucket_shard import (
     adamw_blocks_of_eight_bit,
     updates_inside,
 )
-from .buckets import BucketComm
 from .flat import Bucket, FlatParameters
 from .int8 import Blocks, EightBitMoment, blocks_of_shard, cut_blocks, share_scales
 from .loss_scaler import LossScaler

@@ -6,10 +6,8 @@ from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 
 from . import zero_bubble
-from .cuts import VirtualStageCosts
-from .in_flight import InFlight, peaks_in_flight
-from .instructions import Instructions
-from .placement import Placement, placement_of
+from .instructions import InFlight, Instructions, peaks_in_flight
+from .placement import Placement, VirtualStageCosts, placement_of
 from .schedule_names import FORWARD_ONLY, row
 
 STEADY_ROUNDS = 3  # times the micro-batches in flight of all model chunks, then a list is periodic

@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from .cuts import ALIKE, VirtualStageCosts
 from .instructions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Instruction
-from .placement import Placement
+from .placement import ALIKE, Placement, VirtualStageCosts
 from .schedule_names import ZERO_BUBBLE_RECEIVES
 
 OPERATIONS = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)

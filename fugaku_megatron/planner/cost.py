@@ -20,9 +20,9 @@ from functools import cached_property
 from ..config import features
 from ..config.fields import check
 from ..config.layout import Layout
-from ..costs.activations import FP32_BYTES
 from ..costs.attention import ATTENTION_BACKWARD_SHARE
 from ..costs.records import Collective
+from ..costs.sizes import FP32_BYTES
 from .machine import GB, INT8, GemmCurve, Machine
 from .software import Parameters, Software
 from .work import ExpertExchange, Matmul, OverlappedCollectives, Work

@@ -15,23 +15,25 @@ from functools import lru_cache
 from ..config.fields import flag
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
-from ..costs import activations, run_schedule
 from ..costs import memory as rank_memory
+from ..costs import run_schedule
+from ..costs import sizes as activations
 from ..costs.buckets import gradient_collectives, zero_shards
 from ..costs.flops import hardware_flops
-from ..costs.parameters import model_parameters, stage_parameters, virtual_stage_parameters
 from ..costs.records import Collective
 from ..costs.stages import (
+    model_parameters,
     quantized_elements,
     stage_layers,
+    stage_parameters,
     virtual_stage_layers,
+    virtual_stage_parameters,
     virtual_stage_recompute_groups,
     whole_layers,
 )
 from ..pipeline.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
-from ..pipeline.makespan import makespan
 from ..pipeline.schedule import Schedule
-from ..pipeline.timeline import Costs
+from ..pipeline.timeline import Costs, makespan
 from . import peak_memory, software, work
 from .cost import Network, Rank, Seconds, exposed, quantized_bytes
 from .software import Parameters, Software

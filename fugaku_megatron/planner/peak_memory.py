@@ -18,15 +18,15 @@ from ..costs import run_schedule
 from ..costs.attention import attention_workspace_bytes
 from ..costs.buckets import zero_shards
 from ..costs.memory import stage_memory
-from ..costs.parameters import stage_parameters
 from ..costs.stages import (
     stage_layers,
+    stage_parameters,
     stage_recompute_groups,
     virtual_stage_layers,
     virtual_stage_sizes,
     whole_layers,
 )
-from ..pipeline.in_flight import InFlight
+from ..pipeline.instructions import InFlight
 from ..pipeline.schedule import Schedule
 from ..pipeline.schedule_names import row
 from .machine import MIB

@@ -13,8 +13,8 @@ from ..config.fields import flag_words
 from ..config.layout import Layout
 from ..config.recipes import RECIPES
 from ..config.run_config import GROUPS, RunConfig
-from ..costs.activations import typical_cp_comm_type
 from ..costs.run_schedule import recompute_name
+from ..costs.sizes import typical_cp_comm_type
 from ..observe.log import schedule_plot
 from ..pipeline.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from ..pipeline.schedule import Schedule

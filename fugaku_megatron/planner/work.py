@@ -17,7 +17,8 @@ from ..config.layer_kinds import LayerKind
 from ..config.model import ModelConfig
 from ..config.rows import MLP_OF_EXPERTS
 from ..config.run_config import RunConfig
-from ..costs import experts, memory
+from ..costs import memory
+from ..costs import mlp as experts
 from ..costs.layers import (
     embedding_records,
     head_records,
@@ -28,7 +29,7 @@ from ..costs.layers import (
 )
 from ..costs.mixers import mixer_costs
 from ..costs.mlp import mlp_width
-from ..costs.muon import orthogonalized
+from ..costs.optimizer_states import orthogonalized
 from ..costs.records import (
     COMBINE,
     DISPATCH,
@@ -39,7 +40,7 @@ from ..costs.records import (
     Record,
     overlap_blocks,
 )
-from ..costs.vocabulary import vocabulary_rows
+from ..costs.sizes import vocabulary_rows
 from ..pipeline.schedule_names import row
 from .software import Software
 

@@ -15,7 +15,7 @@ import statistics
 from ..cli.arguments import make_run
 from ..config.run_config import RunConfig
 from ..costs.flops import model_flops
-from ..costs.parameters import model_parameters
+from ..costs.stages import model_parameters
 from ..text.named_files import JsonObject
 from .context import Context
 from .record import LABEL, rows_of

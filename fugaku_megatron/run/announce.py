@@ -8,12 +8,11 @@ from typing import Any
 
 from ..config.parallel import ParallelConfig
 from ..config.run_config import RunConfig
-from ..costs.activations import sequence_shards
 from ..costs.buckets import adapter_parameters
-from ..costs.parameters import model_parameters
 from ..costs.plan import Plan
 from ..costs.run_schedule import recompute_name
-from ..costs.vocabulary import vocabulary_text
+from ..costs.sizes import sequence_shards, vocabulary_text
+from ..costs.stages import model_parameters
 from ..data.chat.chat_dataset import lost_lines, packing_lines
 from ..host.machine import fma_peak_gflops
 from ..observe.log.run_log import format_run

@@ -26,7 +26,7 @@ from ..config.model import ModelConfig
 from ..config.rows import COUNTED, MASKED, UNRESOLVED
 from ..config.run_config import RunConfig
 from ..costs.plan import Plan
-from ..costs.vocabulary import padded_vocab_size
+from ..costs.sizes import padded_vocab_size
 from ..data.dataset import DataOrder
 from ..observe.export.history import HISTORY
 from ..text.foreign_models import hub_note, is_hugging_face, no_checkpoint

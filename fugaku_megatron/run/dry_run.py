@@ -1,7 +1,7 @@
 """--dry-run: the grid, every stage, the schedule and the memory for a run with any size, built in
 one process without traffic.
 
-Stages are built for real (on the meta device) and their parameters compared with `costs.parameters`.
+Stages are built for real (on the meta device) and their parameters compared with `costs.stages`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from ..config.run_config import RunConfig
 from ..costs.buckets import gradient_collectives
 from ..costs.layers import layer_records
 from ..costs.memory import Memory, frozen_bytes
-from ..costs.parameters import active_parameters, model_parameters, stage_parameters
 from ..costs.plan import Plan
 from ..costs.run_schedule import recomputed_layers
-from ..costs.stages import stage_layers
-from ..costs.vocabulary import vocabulary_text
+from ..costs.sizes import vocabulary_text
+from ..costs.stages import active_parameters, model_parameters, stage_layers, stage_parameters
 from ..data.chat.chat_dataset import lost_lines, packing_lines
 from ..host.binding_problems import problems
 from ..host.cpu_binding import map_ranks, rank_line

@@ -13,8 +13,7 @@ from ..comm.base import SoloComm
 from ..config.model import ModelConfig
 from ..config.rows import ACTIVATIONS, NORMS, RMS_NORM
 from ..config.run_config import RunConfig
-from ..costs.activations import sequence_shards
-from ..costs.vocabulary import vocabulary_rows
+from ..costs.sizes import sequence_shards, vocabulary_rows
 from ..host.timing import timings
 from ..nn.attention.heads import Heads
 from ..nn.dropout_key import Dropout
@@ -56,7 +55,7 @@ COLUMNS: tuple[Column, ...] = (
 
 def _weight(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
     weight = torch.nn.Parameter(torch.randn(shape).mul_(0.02).to(dtype))
-    weight.main_grad = torch.zeros(shape)  # type: ignore[attr-defined]  # see nn.gradients.gradient_of
+    weight.main_grad = torch.zeros(shape)  # type: ignore[attr-defined]  # see nn.parameter.gradient_of
     return weight
 
 

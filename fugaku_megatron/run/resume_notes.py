@@ -15,7 +15,7 @@ from ..config.param_schedule import ParamSchedule
 from ..config.rows import COUNTED, MASKED
 from ..config.run_config import GROUP_OF, RunConfig, all_flags
 from ..config.sample_rules import MAX_SAMPLE, Skips
-from ..costs.vocabulary import padded_vocab_size, vocabulary_padding
+from ..costs.sizes import padded_vocab_size, vocabulary_padding
 from ..text.named_files import JsonObject
 from ..training.checkpoints import layout_record
 from ..training.trainer import Trainer

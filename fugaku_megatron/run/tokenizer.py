@@ -15,8 +15,13 @@ from ..config.recipes import GPT2_VOCABULARY
 from ..config.run_config import RunConfig
 from ..data.data_flags import parse_data_path
 from ..text.named_files import JsonObject
-from ..tokenizers.identity import identity, mismatch, read_identity
-from ..tokenizers.tokenizer import TokenizerFlags, model_tokenizer
+from ..tokenizers.tokenizer import (
+    TokenizerFlags,
+    identity,
+    mismatch,
+    model_tokenizer,
+    read_identity,
+)
 
 
 def resolve_vocabulary(run: RunConfig, world: Comm) -> tuple[RunConfig, JsonObject | None]:
@@ -27,7 +32,7 @@ def resolve_vocabulary(run: RunConfig, world: Comm) -> tuple[RunConfig, JsonObje
 
 
 def read_tokenizer(run: RunConfig, world: Comm) -> JsonObject | None:
-    """Return the run's tokenizer identity (`tokenizers.identity.identity`).
+    """Return the run's tokenizer identity (`tokenizers.tokenizer.identity`).
 
     None without a tokenizer flag, if the run needs none or starts from a model without one.
     Collective: one rank reads the files. ValueError if that fails.

@@ -1,21 +1,62 @@
-"""Tokenizers by their type's name, and the flags of a command that choose one."""
+"""Tokenizers by their type's name, a command's flags that choose one, and the record of a tokenizer next to data."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import shlex
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from .gpt2_files import gpt2_package
-from .gpt2_tokenizer import GPT2BPETokenizer
-from .hugging_face_tokenizer import HuggingFaceTokenizer, has_tokenizer
-from .null_tokenizer import NullTokenizer
-from .sentencepiece_tokenizer import JapaneseSentencePiece, SentencePieceTokenizer
-from .tiktoken import TikTokenizer
+from ..text.named_files import JsonObject
+from ..text.written_files import write_text
+from .byte_level_bpe import GPT2BPETokenizer, TikTokenizer, gpt2_package
+from .hugging_face import (
+    HuggingFaceTokenizer,
+    JapaneseSentencePiece,
+    SentencePieceTokenizer,
+    has_tokenizer,
+)
+from .vocabulary import NULL_REMEDY, check_range, clean
+
+
+class NullTokenizer:
+    """Space-separated numbers, for data tokenized elsewhere. `eod` is vocab_size - 1.
+
+    Source: megatron/core/tokenizers/text/libraries/null_tokenizer.py.
+    """
+
+    name = "NullTokenizer"
+    needs = ("vocab_size",)
+    options: tuple[str, ...] = ()
+    checksum = 0  # every one of a size is the same
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+        self.eod = vocab_size - 1
+
+    def encode(self, text: str | bytes) -> list[int]:
+        words = clean(text).split()
+        wrong = next((word for word in words if not (word.isascii() and word.isdigit())), None)
+        if wrong is not None:
+            raise ValueError(
+                f"--tokenizer-type NullTokenizer reads texts of numbers, and {wrong[:40]!r} is not one: pass another "
+                "type"
+            )
+        ids = [int(word[:20]) for word in words]
+        check_range(ids, self.vocab_size, NULL_REMEDY)
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return " ".join(str(int(i)) for i in ids)
+
+    def count_bytes(self, ids: Iterable[int]) -> int:
+        return len(self.decode(ids))
+
 
 Tokenizer = (
     GPT2BPETokenizer | HuggingFaceTokenizer | SentencePieceTokenizer | TikTokenizer | NullTokenizer
@@ -131,3 +172,41 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, otherwise: str) -> None
         type=int,
         help="tokens of TikTokenizer that stand for no text (default: 1000)",
     )
+
+
+SUFFIX = ".tokenizer.json"  # preprocess writes it next to PREFIX.bin; a checkpoint's manifest has the same record in its state
+
+
+def identity(tokenizer: Tokenizer) -> JsonObject:
+    return {
+        "tokenizer_type": tokenizer.name,
+        "vocab_size": tokenizer.vocab_size,
+        "eod": tokenizer.eod,
+        "crc32": f"{tokenizer.checksum:08x}",
+    }
+
+
+def mismatch(own: JsonObject | None, other: JsonObject | None) -> str | None:
+    """Name both tokenizers if both are known and differ; a NullTokenizer equals any."""
+    if (
+        not own
+        or not other
+        or own == other
+        or NullTokenizer.name in (own.get("tokenizer_type"), other.get("tokenizer_type"))
+    ):
+        return None
+    words = "{tokenizer_type} of {vocab_size} tokens, CRC-32 {crc32}, end of document {eod}"
+    return " and not ".join(words.format_map(defaultdict(lambda: "?", one)) for one in (other, own))
+
+
+def write_identity(prefix: str, tokenizer: Tokenizer) -> None:
+    write_text(prefix + SUFFIX, json.dumps(identity(tokenizer)) + "\n")
+
+
+def read_identity(prefix: str) -> JsonObject | None:
+    """Read PREFIX.tokenizer.json; None if missing or unreadable."""
+    try:
+        record = json.loads(Path(prefix + SUFFIX).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None

@@ -24,7 +24,7 @@ from ..data.prefetcher import Prefetcher
 from ..data.reader_group import ReaderBatches, ReaderGroup
 from ..data.sampler import BatchSizes, StepSamples, consecutive, first_sample, micro_batches
 from ..data.token_arrays import TokenArrays
-from ..nn.attention.sequence_ranks import own_segments, positions
+from ..nn.attention.context_parallel import own_segments, positions
 from ..nn.forward_context import PackedDocuments
 
 

@@ -25,11 +25,10 @@ from ..comm.agreement import first_rank
 from ..comm.base import Comm
 from ..comm.grid import Groups
 from ..config.run_config import RunConfig
-from ..costs.units import holds_tied_copy
+from ..costs.stages import holds_tied_copy
 from ..nn.model import Stage
-from ..nn.parameter import ModelParameter
-from ..nn.q8_weight import scales_of
-from ..optim.bucket_shard import BucketShard
+from ..nn.parameter import ModelParameter, scales_of
+from ..optim.buckets import BucketShard
 from ..optim.optimizer import Optimizer
 from ..start.exit_codes import ExitCode
 

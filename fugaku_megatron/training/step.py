@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from ..comm.base import Comm, Handle
-from ..nn.deferred_gradients import Waiting
+from ..nn.backward import Waiting
 from ..nn.forward_context import Pass
 from ..nn.model import Stage
 from ..nn.ops import backward
-from ..pipeline.executor import Executor, execute
-from ..pipeline.instructions import Instruction
-from ..pipeline.messages import receives, send_queue
+from ..pipeline.instruction_lists import receives, send_queue
+from ..pipeline.instructions import Executor, Instruction, execute
 from ..pipeline.schedule import Schedule
 from ..pipeline.schedule_names import row
 from .micro_batches import MicroBatchWindow

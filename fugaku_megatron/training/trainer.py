@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import agree
-from ..costs.activations import sequence_shards
+from ..costs.sizes import sequence_shards
 from ..data.dataset import Dataset
 from ..data.marks import TokenCounts
 from ..data.reader_group import ReaderGroup
 from ..data.unchanged import check_unchanged
 from ..nn.model import Stage
 from ..nn.parameter import PARAMETER_DTYPES
-from ..pipeline.executor import Executor
+from ..pipeline.instructions import Executor
 from ..pipeline.schedule import Schedule
 from . import expert_counts
 from .checkpoints import TrainingState

@@ -41,7 +41,7 @@ from benchmarks.plain_gpt import PlainGPT
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.costs.attention import causal_attention_flops
 from fugaku_megatron.costs.layers import layer_records
-from fugaku_megatron.costs.vocabulary import padded_vocab_size
+from fugaku_megatron.costs.sizes import padded_vocab_size
 from fugaku_megatron.host import kernels
 from fugaku_megatron.nn.forward_context import Pass
 from tests.checks.adapters import DELTA_NETS

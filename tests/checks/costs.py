@@ -11,16 +11,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
-from fugaku_megatron.costs import experts, memory
-from fugaku_megatron.costs.activations import residual_bytes
+from fugaku_megatron.costs import memory, mlp
 from fugaku_megatron.costs.buckets import gradient_collectives
 from fugaku_megatron.costs.layers import last_recomputed_records
-from fugaku_megatron.costs.parameters import stage_parameters
 from fugaku_megatron.costs.records import Collective
+from fugaku_megatron.costs.sizes import residual_bytes
 from fugaku_megatron.costs.stages import (
     end_records,
     quantized_elements,
     stage_layers,
+    stage_parameters,
     stage_records,
     virtual_stage_recompute_groups,
 )
@@ -244,7 +244,7 @@ def check_kept(run: RunConfig) -> None:
             run.model.num_layers
             * run.tokens_per_microbatch
             * run.model.moe_router_topk
-            * experts.NUMBER_BYTES
+            * mlp.NUMBER_BYTES
         )
     for held in ThreadWorld(tp * cp).run(held_bytes, run):
         assert held == pytest.approx(layers + outside, rel=0.02)

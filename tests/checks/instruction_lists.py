@@ -4,8 +4,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fugaku_megatron.pipeline.instruction_lists import with_messages
 from fugaku_megatron.pipeline.instructions import BACKWARD, FORWARD, Instruction
-from fugaku_megatron.pipeline.messages import with_messages
 from fugaku_megatron.pipeline.schedule import Schedule
 
 Make = Callable[[Schedule, int], list[Instruction]]

@@ -9,7 +9,7 @@ from fugaku_megatron.config.megatron_flags import OTHER_FLAGS
 from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.config.run_config import GROUPS, RunConfig
 from fugaku_megatron.config.sample_rules import Skips
-from fugaku_megatron.costs.parameters import model_parameters
+from fugaku_megatron.costs.stages import model_parameters
 
 pytestmark = pytest.mark.unit
 

@@ -27,12 +27,12 @@ from fugaku_megatron.config.lora import LoraConfig
 from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.convert.hugging_face import peft
 from fugaku_megatron.convert.hugging_face.architectures import ARCHITECTURES, LLAMA, ONLY
-from fugaku_megatron.convert.hugging_face.config_fields import (
+from fugaku_megatron.convert.hugging_face.config_json import (
     IGNORED,
     IGNORED_OF,
+    read_config,
     read_fields,
 )
-from fugaku_megatron.convert.hugging_face.config_json import read_config
 from fugaku_megatron.convert.hugging_face.conversion import open_hugging_face
 from fugaku_megatron.convert.megatron import arguments as megatron_arguments
 from fugaku_megatron.convert.megatron.pickles import load_metadata, load_pickled

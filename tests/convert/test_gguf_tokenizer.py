@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fugaku_megatron.convert.gguf.tokenizer import KNOWN_SWITCHES, read_tokenizer
-from fugaku_megatron.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
-from fugaku_megatron.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
+from fugaku_megatron.tokenizers.hugging_face import HuggingFaceTokenizer, SentencePieceTokenizer
 from tests.tokenizer_files import make
 
 pytestmark = pytest.mark.unit

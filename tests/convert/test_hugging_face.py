@@ -36,7 +36,7 @@ from fugaku_megatron.convert.hugging_face.tensor_mapping import (
     tensor_mappings,
 )
 from fugaku_megatron.convert.new_directory import new_directory
-from fugaku_megatron.costs.parameters import model_parameters
+from fugaku_megatron.costs.stages import model_parameters
 from fugaku_megatron.inference.generation import Decoder
 from fugaku_megatron.inference.loading import load_model
 from fugaku_megatron.nn.attention.rotary_angles import frequencies, rotary_angles

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from fugaku_megatron.convert.gguf.tokenizer import read_tokenizer
-from fugaku_megatron.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
-from fugaku_megatron.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
+from fugaku_megatron.tokenizers.hugging_face import HuggingFaceTokenizer, SentencePieceTokenizer
 from tests.checks.gguf import MODELS, convert, write_tokenizer
 from tests.checks.gguf import write_model as write_hugging_face
 from tests.tokenizer_files import make

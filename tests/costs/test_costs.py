@@ -15,8 +15,7 @@ from fugaku_megatron.costs.attention import attention_workspace_bytes
 from fugaku_megatron.costs.context_parallel import key_working_bytes, p2p_keys
 from fugaku_megatron.costs.flops import hardware_flops, model_flops, parameter_flops
 from fugaku_megatron.costs.layers import layer_records
-from fugaku_megatron.costs.parameters import model_parameters
-from fugaku_megatron.costs.stages import stage_layers, virtual_stage_sizes
+from fugaku_megatron.costs.stages import model_parameters, stage_layers, virtual_stage_sizes
 from fugaku_megatron.host import kernels
 from fugaku_megatron.planner import search, software, work
 from fugaku_megatron.planner.system import System

@@ -14,7 +14,7 @@ from fugaku_megatron.data.chat import template_process
 from fugaku_megatron.data.chat.chat_examples import decode_trained
 from fugaku_megatron.data.chat.chat_template import ChatTemplate
 from fugaku_megatron.data.chat.chats import Chat, chat_of
-from fugaku_megatron.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
+from fugaku_megatron.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.checks.chat_turns import (
     CHATML_SHAPE,
     CHATS,

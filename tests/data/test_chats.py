@@ -36,7 +36,7 @@ from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.data.input.documents import Document
 from fugaku_megatron.data.marks import COUNTED, FIRST
 from fugaku_megatron.run.dry_run import report
-from fugaku_megatron.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
+from fugaku_megatron.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.checks.chats import (
     CHATML,
     TALK,

@@ -9,7 +9,7 @@ from fugaku_megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from fugaku_megatron.data.input.documents import document_texts, read_documents
 from fugaku_megatron.data.input.input_files import input_files
 from fugaku_megatron.text.named_files import unreadable
-from fugaku_megatron.tokenizers.gpt2_tokenizer import GPT2BPETokenizer, bytes_to_unicode
+from fugaku_megatron.tokenizers.byte_level_bpe import GPT2BPETokenizer, bytes_to_unicode
 from tests.checks.generation import write_tokenizer
 from tests.file_damage import OTHER_KINDS, damages, replace
 from tests.time_limit import time_limit

@@ -15,8 +15,7 @@ import pytest
 from fugaku_megatron.data.data_flags import parse_split, split_documents
 from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.data.preprocessing import document_order, preprocess
-from fugaku_megatron.tokenizers.gpt2_files import gpt2_files
-from fugaku_megatron.tokenizers.gpt2_tokenizer import GPT2BPETokenizer
+from fugaku_megatron.tokenizers.byte_level_bpe import GPT2BPETokenizer, gpt2_files
 
 pytestmark = pytest.mark.system
 

@@ -16,8 +16,8 @@ from fugaku_megatron.data.chat.chats import Chat
 from fugaku_megatron.data.dataset import DatasetConfig
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
 from fugaku_megatron.inference import evaluate, generate, scoring
-from fugaku_megatron.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
-from fugaku_megatron.tokenizers.null_tokenizer import NullTokenizer
+from fugaku_megatron.tokenizers.hugging_face import HuggingFaceTokenizer
+from fugaku_megatron.tokenizers.tokenizer import NullTokenizer
 from tests.checks import chats as chat_checks
 from tests.checks.evaluation import LENGTH, PROSE, result, their_likelihoods
 from tests.checks.generation import LEARNS, WIDE, save_trained, their_model, write_tokenizer

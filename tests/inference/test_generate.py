@@ -14,8 +14,8 @@ from fugaku_megatron.inference import generate, generation, loading
 from fugaku_megatron.inference.generation import Decoder, Sampling
 from fugaku_megatron.inference.loading import load_model
 from fugaku_megatron.nn.forward_context import Pass
-from fugaku_megatron.nn.q8_weight import scales_of
-from fugaku_megatron.tokenizers.gpt2_files import gpt2_files
+from fugaku_megatron.nn.parameter import scales_of
+from fugaku_megatron.tokenizers.byte_level_bpe import gpt2_files
 from tests.checks.generation import (
     NEW,
     TEXT,

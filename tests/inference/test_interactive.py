@@ -16,7 +16,7 @@ from fugaku_megatron.inference.generation import (
     Sampling,
     StopCondition,
 )
-from fugaku_megatron.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
+from fugaku_megatron.tokenizers.hugging_face import HuggingFaceTokenizer
 from tests.checks.chats import write_tokenizer
 from tests.helpers import small_run
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from fugaku_megatron.host import kernels
-from fugaku_megatron.nn.attention.heads import Heads
-from fugaku_megatron.nn.attention.shared_attention import (
+from fugaku_megatron.nn.attention.context_parallel import (
     AttentionGradients,
     AttentionMask,
     Block,
@@ -21,6 +20,7 @@ from fugaku_megatron.nn.attention.shared_attention import (
     keys_of,
     visible_blocks,
 )
+from fugaku_megatron.nn.attention.heads import Heads
 from fugaku_megatron.nn.dropout_key import Dropout, DropoutKey
 from fugaku_megatron.nn.ops import Ops
 from tests.checks.attention import (

@@ -37,7 +37,7 @@ from fugaku_megatron.layout_check.points import (
 from fugaku_megatron.layout_check.recorder import Piece
 from fugaku_megatron.layout_check.shrink import shrink
 from fugaku_megatron.nn import blocks, layers, model, router
-from fugaku_megatron.nn.attention import sequence_ranks
+from fugaku_megatron.nn.attention import context_parallel
 from fugaku_megatron.nn.dropout_key import Dropout, DropoutKey
 from fugaku_megatron.nn.ops import loss
 from fugaku_megatron.optim import buckets, loss_scaler, muon, optimizer
@@ -227,7 +227,7 @@ def balancing_loss_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def unordered_segments(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sequence_ranks, "_order", lambda ranks: list(range(2 * ranks)))
+    patch.setattr(context_parallel, "_order", lambda ranks: list(range(2 * ranks)))
 
 
 def altered_checkpoint(patch: pytest.MonkeyPatch) -> None:

@@ -12,19 +12,18 @@ from torch import Tensor
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.layer_kinds import marked_layers
 from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.costs import experts
+from fugaku_megatron.costs import mlp
 from fugaku_megatron.costs.buckets import bucket_elements, updated_elements
 from fugaku_megatron.costs.flops import model_flops
-from fugaku_megatron.costs.parameters import active_parameters, model_parameters
 from fugaku_megatron.costs.plan import Plan
-from fugaku_megatron.costs.stages import stage_records
+from fugaku_megatron.costs.stages import active_parameters, model_parameters, stage_records
 from fugaku_megatron.data.marks import COUNTED, PADDED
 from fugaku_megatron.host import kernels
 from fugaku_megatron.host.observed import NONBLOCKING, VERBS, Observed
 from fugaku_megatron.nn.experts import Order, Route, in_turn, kept
 from fugaku_megatron.nn.forward_context import Pass
-from fugaku_megatron.nn.gradients import parts
 from fugaku_megatron.nn.ops import Ops, recompute
+from fugaku_megatron.nn.parameter import row_groups
 from fugaku_megatron.observe.export.history import History, read_history
 from fugaku_megatron.observe.export.metrics_writer import LogOutputs, MetricsWriter
 from fugaku_megatron.observe.log import expert_load
@@ -177,7 +176,7 @@ def test_order_and_capacity(backend):
     ops = Ops.build(backend)
     order = Order.of(ops, chosen, 4)
     assert order.counts == (3, 1, 4, 0) and order.pairs.tolist() == [1, 4, 7, 3, 0, 2, 5, 6]
-    assert list(parts(order.counts)) == [(0, slice(0, 3)), (1, slice(3, 4)), (2, slice(4, 8))]
+    assert list(row_groups(order.counts)) == [(0, slice(0, 3)), (1, slice(3, 4)), (2, slice(4, 8))]
     assert order.dispatch(torch.arange(4.0)[:, None]).flatten().tolist() == [0, 2, 3, 1, 0, 1, 2, 3]
     assert order.combine(torch.arange(8.0)[:, None]).tolist() == [[4.0], [8.0], [7.0], [9.0]]
     model = small_run(
@@ -696,9 +695,9 @@ def test_divided_experts_keep_what_the_formula_says(layout):
     run, world = lay_out(layout, COSTED[2])
     held = ThreadWorld(world).run(held_bytes, run)
     records = stage_records(run, 0)
-    division = experts.Division.of(run)
+    division = mlp.Division.of(run)
     numbers = (
-        division.chosen * experts.NUMBER_BYTES + division.here * experts.RECEIVED_BYTES
+        division.chosen * mlp.NUMBER_BYTES + division.here * mlp.RECEIVED_BYTES
     )  # `held_bytes` leaves int64 out
     assert sum(held) / world == pytest.approx(
         sum(r.saved_bytes for r in records) - 4 * numbers, rel=0.02

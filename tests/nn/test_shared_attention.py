@@ -5,19 +5,17 @@ import torch
 
 from fugaku_megatron.config.layout import Layout, cp_comm_types
 from fugaku_megatron.costs.context_parallel import rank_segments
-from fugaku_megatron.nn.attention.heads import Heads
-from fugaku_megatron.nn.attention.sequence_ranks import (
+from fugaku_megatron.nn.attention.context_parallel import (
+    AttentionMask,
+    SharedCall,
+    shared_attention,
     to_heads,
     to_rank_order,
     to_rows,
     to_sequence_order,
-)
-from fugaku_megatron.nn.attention.shared_attention import (
-    AttentionMask,
-    SharedCall,
-    shared_attention,
     visible_blocks,
 )
+from fugaku_megatron.nn.attention.heads import Heads
 from fugaku_megatron.nn.dropout_key import Dropout, DropoutKey
 from fugaku_megatron.nn.ops import Ops
 from tests.checks.attention import document_starts

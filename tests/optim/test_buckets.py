@@ -19,7 +19,7 @@ from fugaku_megatron.costs.memory import stage_memory
 from fugaku_megatron.host.observed import Observed
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.optim import flat
-from fugaku_megatron.pipeline.in_flight import InFlight
+from fugaku_megatron.pipeline.instructions import InFlight
 from tests.checks.instruction_lists import custom, shuffled
 from tests.helpers import (
     DROPOUT,

@@ -12,8 +12,7 @@ from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
-from fugaku_megatron.costs import int8_moments as costs
-from fugaku_megatron.costs import memory
+from fugaku_megatron.costs import memory, optimizer_states
 from fugaku_megatron.costs.buckets import updated_elements
 from fugaku_megatron.optim.flat import Place
 from fugaku_megatron.optim.int8 import Blocks, EightBitMoment, blocks_of_shard, cut_blocks
@@ -296,4 +295,7 @@ def test_blocks_are_of_one_parameter_and_not_cut_within_a_shard():
     [(1, 1, 1), (256, 256, 1), (257, 129, 2), (344, 172, 2), (1 << 20, 256, 4096), (1000, 250, 4)],
 )
 def test_lengths_of_blocks(length, block, count):
-    assert (costs.block_length(length), costs.segment_blocks(length)) == (block, count)
+    assert (optimizer_states.block_length(length), optimizer_states.segment_blocks(length)) == (
+        block,
+        count,
+    )

@@ -6,12 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fugaku_megatron.pipeline import cuts, instructions
+from fugaku_megatron.pipeline import instructions
 from fugaku_megatron.pipeline.instructions import BACKWARD, FORWARD, Instruction
-from fugaku_megatron.pipeline.makespan import makespan
-from fugaku_megatron.pipeline.placement import Placement, V
+from fugaku_megatron.pipeline.placement import Placement, V, balanced_cut
 from fugaku_megatron.pipeline.schedule import Schedule, build
-from fugaku_megatron.pipeline.timeline import COMPUTATIONS, Costs, Span, spans, walk
+from fugaku_megatron.pipeline.timeline import COMPUTATIONS, Costs, Span, makespan, spans, walk
 
 pytestmark = pytest.mark.unit
 
@@ -96,7 +95,7 @@ def test_no_cut_has_a_cheaper_costliest_stage(placement, head):
         )
         if sum(c) == layers
     ]
-    sizes = cuts.balanced_cut(layers, placement, 10, head)
+    sizes = balanced_cut(layers, placement, 10, head)
     assert sum(sizes) == layers and min(sizes) >= 1
     totals = [
         sum(sizes[placement.virtual_stage(s, c)] for c in range(placement.model_chunks))

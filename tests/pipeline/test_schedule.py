@@ -13,9 +13,8 @@ from fugaku_megatron.config.run_config import ParallelConfig
 from fugaku_megatron.costs.layers import layer_and_head_flops
 from fugaku_megatron.costs.run_schedule import build_schedule, split_costs
 from fugaku_megatron.costs.stages import virtual_stage_sizes
-from fugaku_megatron.pipeline import cuts, schedule_names, zero_bubble
-from fugaku_megatron.pipeline.executor import execute
-from fugaku_megatron.pipeline.in_flight import InFlight, peaks_in_flight
+from fugaku_megatron.pipeline import schedule_names, zero_bubble
+from fugaku_megatron.pipeline.instruction_lists import send_queue
 from fugaku_megatron.pipeline.instructions import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -27,10 +26,12 @@ from fugaku_megatron.pipeline.instructions import (
     SEND_BACKWARD,
     SEND_FORWARD,
     SENDS,
+    InFlight,
     Instruction,
+    execute,
+    peaks_in_flight,
 )
-from fugaku_megatron.pipeline.messages import send_queue
-from fugaku_megatron.pipeline.placement import Placement, V
+from fugaku_megatron.pipeline.placement import Placement, SplitCosts, V, VirtualStageCosts
 from fugaku_megatron.pipeline.schedule import Schedule, build
 from fugaku_megatron.pipeline.timeline import Costs, walk
 from tests.helpers import small_run
@@ -109,7 +110,7 @@ def schedules(name: str, chunks: int, stages: int) -> list[Schedule]:
     return [*training, *(schedule.forward_only() for schedule in training)]
 
 
-def part_costs(parts: int, each: cuts.SplitCosts, head: int = 0) -> cuts.VirtualStageCosts:
+def part_costs(parts: int, each: SplitCosts, head: int = 0) -> VirtualStageCosts:
     """Return costs of virtual stages. head: added to F of the last one."""
     return *(each,) * (parts - 1), (each[0] + head, *each[1:])
 
@@ -371,7 +372,7 @@ HEAVY = {
 
 
 def made_for(
-    costs: cuts.SplitCosts,
+    costs: SplitCosts,
     stages: int,
     microbatches: int,
     head: int = 0,
@@ -385,7 +386,7 @@ def made_for(
     )
 
 
-def end(lists: Schedule, costs: cuts.VirtualStageCosts) -> float:
+def end(lists: Schedule, costs: VirtualStageCosts) -> float:
     """Return the end of all stages at these costs of virtual stages."""
     place = lists.placement
     stages = range(lists.placement.stages)
@@ -404,7 +405,7 @@ def end(lists: Schedule, costs: cuts.VirtualStageCosts) -> float:
     )
 
 
-def busy(lists: Schedule, costs: cuts.VirtualStageCosts) -> int:
+def busy(lists: Schedule, costs: VirtualStageCosts) -> int:
     """Return the computation time of the busiest stage."""
     place = lists.placement
     stages = range(lists.placement.stages)

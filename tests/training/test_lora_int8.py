@@ -15,7 +15,7 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.convert.open_weights import open_weights
 from fugaku_megatron.costs.memory import frozen_bytes
 from fugaku_megatron.data.sampler import fetch
-from fugaku_megatron.nn.q8_weight import Q8Weight, scales_of
+from fugaku_megatron.nn.parameter import Q8Weight, scales_of
 from fugaku_megatron.optim import flat as flat_parameters
 from fugaku_megatron.run.resume import resume_training
 from tests.checks.adapters import ADAPTED_EXPERTS

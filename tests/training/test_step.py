@@ -11,7 +11,7 @@ import torch
 from fugaku_megatron.host.observed import Observed
 from fugaku_megatron.nn.forward_context import Pass
 from fugaku_megatron.nn.ops import FAMILIES, Ops, backward
-from fugaku_megatron.pipeline.instruction_lists import one_f_one_b
+from fugaku_megatron.pipeline.instruction_lists import one_f_one_b, with_messages
 from fugaku_megatron.pipeline.instructions import (
     BACKWARD,
     FORWARD,
@@ -20,7 +20,6 @@ from fugaku_megatron.pipeline.instructions import (
     SENDS,
     Instruction,
 )
-from fugaku_megatron.pipeline.messages import with_messages
 from fugaku_megatron.pipeline.schedule import Schedule
 from fugaku_megatron.pipeline.schedule_names import ZERO_BUBBLE_RECEIVES
 from tests.checks.instruction_lists import custom, shuffled

@@ -19,7 +19,7 @@ from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.config.architecture import architecture
 from fugaku_megatron.config.run_config import RunConfig, saved_run
 from fugaku_megatron.convert.hugging_face.conversion import open_hugging_face
-from fugaku_megatron.costs.vocabulary import padded_vocab_size
+from fugaku_megatron.costs.sizes import padded_vocab_size
 from fugaku_megatron.inference.evaluate import Inputs, evaluated
 from fugaku_megatron.inference.loading import LoadedModel, load_model
 from fugaku_megatron.inference.scoring import windows

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...config.fields import check
 from ...text.optional_packages import optional_package
-from ...tokenizers.sentencepiece_tokenizer import load_pieces
+from ...tokenizers.hugging_face import load_pieces
 from .tokens import (
     BPE,
     BYTE,

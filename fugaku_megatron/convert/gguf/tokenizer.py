@@ -17,8 +17,8 @@ from typing import Any
 from ...config.fields import check
 from ...text.named_files import JsonObject, read_text
 from ...text.optional_packages import optional_package
-from ...tokenizers.gpt2_tokenizer import bytes_to_unicode
-from ...tokenizers.hugging_face_tokenizer import (
+from ...tokenizers.byte_level_bpe import bytes_to_unicode
+from ...tokenizers.hugging_face import (
     CHAT_TEMPLATE,
     PIECES,
     TOKENIZER_CONFIG,

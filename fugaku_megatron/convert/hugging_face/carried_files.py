@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...config.fields import check
 from ...text.named_files import unreadable
-from ...tokenizers.hugging_face_tokenizer import CHAT_TEMPLATE, TEMPLATES, TOKENIZER_CONFIG
+from ...tokenizers.hugging_face import CHAT_TEMPLATE, TEMPLATES, TOKENIZER_CONFIG
 from .rules import FILE
 from .tensor_directory import read_json
 

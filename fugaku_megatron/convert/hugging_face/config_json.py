@@ -1,4 +1,8 @@
-"""config.json of Hugging Face, read into a ModelConfig and written from it."""
+"""config.json of Hugging Face, read into a ModelConfig and written from it.
+
+architectures.py names the fields that are read, IGNORED others with the reason. Other fields are
+refused unless off (null, false or empty).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ...config.architecture import architecture as shape_values
-from ...config.fields import check, check_type
+from ...config.fields import check, check_type, is_off
 from ...config.model import ModelConfig
 from ...config.rows import MASKED
 from ...text.named_files import JsonObject, about
@@ -21,10 +25,149 @@ from .architectures import (
     TEXT_OF,
     Architecture,
 )
-from .config_fields import OF_THE_WHOLE, check_fields, check_outer_fields
 from .mxfp4 import is_mxfp4
 from .rules import FILE
 from .tensor_directory import read_json
+
+# Reason -> fields of every architecture.
+IGNORED = {
+    reason: tuple(names.split())
+    for reason, names in {
+        "it describes the file, or the program that wrote it": (
+            "_commit_hash _name_or_path architectures auto_map dtype is_llama_config model_type name_or_path "
+            "tokenizer_class torch_dtype transformers.js_config transformers_version unsloth_fixed unsloth_version"
+        ),
+        "it is about tokens, of which the tokenizer's files and the generation config say more": (
+            "bos_token_id decoder_start_token_id eos_token_id forced_bos_token_id forced_eos_token_id pad_token_id "
+            "prefix sep_token_id"
+        ),
+        "it describes generation, which has flags of its own": (
+            "bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping "
+            "encoder_no_repeat_ngram_size exponential_decay_length_penalty length_penalty max_length "
+            "max_new_tokens min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences "
+            "remove_invalid_values repetition_penalty suppress_tokens task_specific_params temperature top_k "
+            "top_p typical_p"
+        ),
+        "it says what a call of transformers returns or keeps": (
+            "gradient_checkpointing output_attentions output_hidden_states output_router_logits output_scores "
+            "return_dict return_dict_in_generate torchscript use_cache use_return_dict"
+        ),
+        "it chooses a kernel of the same function": (
+            "_attn_implementation _attn_implementation_autoset _attn_implementation_internal "
+            "_experts_implementation _flash_attn_2_enabled attn_implementation chunk_size_feed_forward "
+            "experts_implementation reorder_and_upcast_attn use_flash_attention_2"
+        ),
+        "it describes other heads than the language model's": (
+            "classifier_activation classifier_dropout finetuning_task id2label is_decoder label2id num_labels "
+            "problem_type summary_activation summary_first_dropout summary_proj_to_labels summary_type "
+            "summary_use_proj"
+        ),
+        "it is about training, where flags say it": (
+            "embd_pdrop hidden_dropout init_method router_aux_loss_coef"
+        ),
+        # max_window_layers: of windows, which use_sliding_window must have switched off; multi_query: of Falcon before
+        # new_decoder_architecture
+        "transformers' class of this model_type does not read it": (
+            "max_sequence_length max_window_layers multi_query n_ctx"
+        ),
+    }.items()
+}
+_LEFT_OUT = "it describes layers that are left out with a note"
+# model_type -> fields that this architecture alone does not read, with the reason.
+IGNORED_OF: dict[str, dict[str, str]] = {
+    **dict.fromkeys(
+        ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"),
+        {"sliding_window": "no layer has a window without `use_sliding_window`"},
+    ),
+    **dict.fromkeys(
+        ("qwen3_5_text", "qwen3_5_moe_text"),
+        {
+            "mtp_num_hidden_layers": _LEFT_OUT,
+            "mtp_use_dedicated_embeddings": _LEFT_OUT,
+            "mamba_ssm_dtype": "it is the format of a state in other programs",
+        },
+    ),
+    "glm4_moe": {"num_nextn_predict_layers": _LEFT_OUT},
+    "gpt_oss": dict.fromkeys(
+        ("experts_per_token", "initial_context_length"),
+        "`num_experts_per_tok` and `rope_scaling` say the same",
+    ),
+    "granitemoehybrid": dict.fromkeys(
+        (
+            "intermediate_size",
+            "mamba_chunk_size",
+            "mamba_conv_bias",
+            "mamba_d_conv",
+            "mamba_d_head",
+            "mamba_d_state",
+            "mamba_expand",
+            "mamba_n_groups",
+            "mamba_n_heads",
+            "mamba_proj_bias",
+            "num_experts_per_tok",
+            "time_step_limit",
+        ),
+        "the model has neither Mamba layers nor experts",
+    ),
+}
+# Fields next to a text_config that count in place of those in it, as in transformers.
+OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config")
+# Reason -> fields next to a text_config.
+IGNORED_OUTSIDE = {
+    "it describes images, whose towers are left out with a note": (
+        "boi_token_id",
+        "boi_token_index",
+        "eoi_token_id",
+        "eoi_token_index",
+        "image_token_id",
+        "image_token_index",
+        "mm_tokens_per_image",
+        "multimodal_projector_bias",
+        "projector_hidden_act",
+        "spatial_merge_size",
+        "video_token_id",
+        "vision_config",
+        "vision_end_token_id",
+        "vision_feature_layer",
+        "vision_start_token_id",
+    ),
+    "text_config has the text model's": ("initializer_range", "text_config"),
+}
+_EVERYWHERE = frozenset(name for names in IGNORED.values() for name in names)
+
+
+def read_fields(architecture: Architecture) -> frozenset[str]:
+    return frozenset(
+        {
+            *(row.theirs for row in architecture.fields),
+            *architecture.only,
+            *ONLY,
+            *(name for rule in architecture.rules for name in rule.names),
+        }
+    )
+
+
+def check_fields(architecture: Architecture, config: JsonObject) -> None:
+    known = read_fields(architecture) | _EVERYWHERE
+    known |= frozenset(IGNORED_OF.get(architecture.model_type, ()))
+    for name, value in config.items():
+        check(
+            name in known or is_off(value),
+            f"{FILE}: {name} is {value!r:.80}, which is not known of {architecture.name} and may "
+            f"change the model: remove the field from {FILE} if it does not",
+        )
+
+
+def check_outer_fields(config: JsonObject, text: JsonObject) -> None:
+    """Raise ValueError for an unknown field next to a text_config, unless it repeats a field of text_config."""
+    known = _EVERYWHERE.union(OF_THE_WHOLE, *IGNORED_OUTSIDE.values())
+    for name, value in config.items():
+        check(
+            name in known or is_off(value) or name in text and text[name] == value,
+            f"{FILE}: {name} is {value!r:.80} next to text_config, which is not known of "
+            f"{config['model_type']} and may change the model: remove the field from {FILE} if it does not",
+        )
+
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 

@@ -26,7 +26,7 @@ from ...config.hybrid import parse_pattern
 from ...config.layer_kinds import MIXERS, LayerKind
 from ...config.model import ModelConfig
 from ...config.rows import MLP_OF_EXPERTS
-from ...costs.vocabulary import round_up
+from ...costs.sizes import round_up
 from ...nn.model import OUTPUT, VOCABULARY, WORD_EMBEDDINGS
 from ...nn.parameter import ParameterSpec
 from ...text.named_files import about

@@ -23,7 +23,7 @@ from ...config.fields import check
 from ...config.layer_kinds import ATTENTION
 from ...config.model import ModelConfig
 from ...config.rows import MLP_OF_EXPERTS
-from ...costs.vocabulary import round_up
+from ...costs.sizes import round_up
 from ...nn.model import OUTPUT, VOCABULARY, WORD_EMBEDDINGS
 from ...nn.parameter import ParameterSpec
 from ..weights import Weights, at_layer, check_elements, check_rest, layer_of, specs, widest

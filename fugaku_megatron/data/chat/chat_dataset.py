@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...comm.agreement import on_root
-from ...tokenizers.token_range import check_tokens
+from ...tokenizers.vocabulary import check_tokens
 from ..dataset import RELEASE_EVERY, DatasetConfig, check_index
 from ..marks import COUNTED, FIRST, PADDED
 from .chat_files import SUFFIX, ChatArrays, ChatFiles

@@ -16,9 +16,9 @@ import numpy as np
 
 from ...text.input_errors import NeverSkipped
 from ...text.named_files import JsonObject, read_text
-from ...tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
+from ...tokenizers.hugging_face import HuggingFaceTokenizer
 from ...tokenizers.tokenizer import Tokenizer
-from ...tokenizers.utf8 import clean
+from ...tokenizers.vocabulary import clean
 from .chat_files import signed, unsigned
 from .chats import (
     ASSISTANT,

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from ...text.named_files import JsonObject, about
-from ...tokenizers.utf8 import clean
+from ...tokenizers.vocabulary import clean
 from ..input.documents import Document, read_record
 from ..input.tables import CHAT
 from .record_forms import converted

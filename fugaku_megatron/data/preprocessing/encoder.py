@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ...tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
+from ...tokenizers.hugging_face import HuggingFaceTokenizer
 from ...tokenizers.tokenizer import TokenizerFlags
 from ..chat.chat_template import ChatTemplate
 from ..chat.chats import read_chat

@@ -28,10 +28,8 @@ from pathlib import Path
 import numpy as np
 
 from ...text.numbers import say
-from ...tokenizers.gpt2_files import gpt2_files
-from ...tokenizers.gpt2_tokenizer import GPT2BPETokenizer
-from ...tokenizers.identity import identity, write_identity
-from ...tokenizers.tokenizer import TokenizerFlags, add_tokenizer_flags
+from ...tokenizers.byte_level_bpe import GPT2BPETokenizer, gpt2_files
+from ...tokenizers.tokenizer import TokenizerFlags, add_tokenizer_flags, identity, write_identity
 from ..chat.chat_examples import examples
 from ..chat.chat_files import ChatFiles, ChatWriter
 from ..chat.chat_template import read_template

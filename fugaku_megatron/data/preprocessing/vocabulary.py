@@ -23,7 +23,7 @@ from ...text.named_files import unreadable
 from ...text.numbers import plural, say
 from ...text.optional_packages import optional_package
 from ...text.written_files import make_folder, write_text
-from ...tokenizers.gpt2_tokenizer import EOD_TOKEN, bytes_to_unicode
+from ...tokenizers.byte_level_bpe import EOD_TOKEN, bytes_to_unicode
 from ..input.compressed_text import LARGEST_FLAG
 from ..input.documents import Skipped, document_texts, read_documents
 from ..input.input_files import add_input_arguments, input_files

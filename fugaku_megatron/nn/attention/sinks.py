@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..gradients import gradient_of, is_frozen
+from ..parameter import gradient_of, is_frozen
 
 
 class Sinks(NamedTuple):

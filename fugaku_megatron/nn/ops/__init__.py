@@ -15,10 +15,10 @@ from typing import Any
 
 from ...host import kernels as native_kernels
 from ...host.observed import Observed
-from ..attention import shared_attention as _shared_attention
+from ..attention import context_parallel as _shared_attention
+from ..backward import backward, recompute
 from ..dropout_key import DropoutKey
-from ..packed_weights import WeightCache
-from ..recompute import backward, recompute
+from ..parameter import WeightCache
 from . import (
     activation,
     attention_blocks,

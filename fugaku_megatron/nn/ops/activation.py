@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ...config.model import ModelConfig
 from ...config.rows import ACTIVATIONS
-from ..gradients import accumulate
+from ..parameter import accumulate
 from .backend import Backend
 
 

@@ -18,7 +18,7 @@ from ..attention.heads import Heads
 from ..attention.kv_cache import LayerCache
 from ..attention.sinks import Sinks
 from ..dropout_key import Dropout
-from ..gradients import as_rows
+from ..parameter import as_rows
 from .backend import Backend
 from .dropout import dropout
 

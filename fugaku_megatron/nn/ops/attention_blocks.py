@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.shared_attention import AttentionGradients, Block, SharedCall
+from ..attention.context_parallel import AttentionGradients, Block, SharedCall
 from ..dropout_key import Dropout
 from .backend import Backend
 from .dropout import dropout

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..deferred_gradients import WeightGradients
-from ..packed_weights import WeightCache
+from ..backward import WeightGradients
+from ..parameter import WeightCache
 
 if TYPE_CHECKING:
     from typing_extensions import Self

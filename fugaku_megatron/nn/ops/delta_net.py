@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ...comm.autograd import Function, Gradients
 from ...costs.delta_net import CHUNK
-from ..gradients import accumulate, as_rows, vector_gradient
+from ..parameter import accumulate, as_rows, vector_gradient
 from .backend import Backend
 from .norm import norm_gradients, normalized
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...comm.autograd import Function, Gradients
 from ..dropout_key import Dropout
-from ..gradients import accumulate, gradient_of
+from ..parameter import accumulate, gradient_of
 from .backend import Backend
 
 

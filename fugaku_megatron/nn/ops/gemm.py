@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ...comm.autograd import Function, Gradients, gather_sequence, reduce_scatter_sequence
 from ...comm.base import Comm
-from ..gradients import accumulate, as_rows, gradient_of, is_frozen
-from ..q8_weight import as_float, keywords
+from ..parameter import accumulate, as_float, as_rows, gradient_of, is_frozen, scales_keyword
 from .backend import Backend
 
 
@@ -40,7 +39,7 @@ def matmul(
         return
     length = ops.sum_length(x)
     if len(x) <= ops.few_rows and not length:
-        ops.kernels.linear_few_rows(x, weight, out, bias, activation, **keywords(weight))
+        ops.kernels.linear_few_rows(x, weight, out, bias, activation, **scales_keyword(weight))
         return
     packed = ops.packed(weight, x.dtype, transposed=False)
     ops.kernels.linear_forward(
@@ -52,7 +51,7 @@ def matmul(
         pre,
         packed=packed,
         fp16_chunk=length,
-        **keywords(weight),
+        **scales_keyword(weight),
     )
 
 
@@ -63,7 +62,7 @@ def data_gradient(ops: Backend, dy: Tensor, weight: Tensor, dx: Tensor) -> None:
         return
     packed = ops.packed(weight, dy.dtype, transposed=True)
     ops.kernels.linear_data_gradient(
-        dy, weight, dx, packed=packed, fp16_chunk=ops.sum_length(dy), **keywords(weight)
+        dy, weight, dx, packed=packed, fp16_chunk=ops.sum_length(dy), **scales_keyword(weight)
     )
 
 

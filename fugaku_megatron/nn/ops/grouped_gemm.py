@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..gradients import gradient_of, is_frozen, parts
-from ..parameter_views import matrix_of
-from ..q8_weight import keywords
+from ..parameter import gradient_of, is_frozen, matrix_of, row_groups, scales_keyword
 from .backend import Backend
 from .gemm import data_gradient, matmul, outer_sum, weight_gradient
 
@@ -25,7 +23,7 @@ def grouped_matmul(
     """Write x (n, in) times the transposed matrix of each row's group to out (n, out); groups may be empty."""
     few = len(x) <= ops.few_rows
     if not ops.is_native("gemm") or ops.weight_cache is not None or few:
-        for number, rows in parts(counts):
+        for number, rows in row_groups(counts):
             matmul(ops, x[rows], matrix_of(weight, number), out[rows])
         return
     _grouped(ops.kernels.grouped_linear_forward, ops, x, weight, counts, out)
@@ -36,7 +34,7 @@ def grouped_data_gradient(
 ) -> None:
     """Write dy (n, out) times the matrix of each row's group to dx (n, in)."""
     if not ops.is_native("gemm") or ops.weight_cache is not None:
-        for number, rows in parts(counts):
+        for number, rows in row_groups(counts):
             data_gradient(ops, dy[rows], matrix_of(weight, number), dx[rows])
         return
     _grouped(ops.kernels.grouped_linear_data_gradient, ops, dy, weight, counts, dx)
@@ -45,7 +43,7 @@ def grouped_data_gradient(
 def _grouped(
     kernel: Any, ops: Backend, x: Tensor, weight: Tensor, counts: Sequence[int], out: Tensor
 ) -> None:
-    scales = {name: value.flatten(1, -2) for name, value in keywords(weight).items()}
+    scales = {name: value.flatten(1, -2) for name, value in scales_keyword(weight).items()}
     matrices = weight.detach().flatten(1, -2)
     kernel(x, matrices, torch.tensor(counts), out, ops.sum_length(x), **scales)
 
@@ -55,7 +53,7 @@ def grouped_weight_gradient(
 ) -> None:
     """Add dy^T x of each group's rows to the gradient of its matrix, perhaps later, as `weight_gradient`."""
     if not ops.is_native("gemm"):
-        for number, rows in parts(counts):
+        for number, rows in row_groups(counts):
             weight_gradient(ops, dy[rows], x[rows], matrix_of(weight, number), None)
         return
     if is_frozen(weight):
@@ -77,6 +75,6 @@ def grouped_outer_sum(ops: Backend, dy: Tensor, x: Tensor, counts: Sequence[int]
     if ops.is_native("gemm"):
         ops.kernels.grouped_linear_weight_gradient(dy, x, torch.tensor(counts), total, 0)
     else:
-        for number, rows in parts(counts):
+        for number, rows in row_groups(counts):
             total[number] = outer_sum(ops, dy[rows], x[rows])
     return total

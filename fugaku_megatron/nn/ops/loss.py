@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ...comm.autograd import Function, Gradients
 from ...comm.base import Comm
-from ..deferred_gradients import WeightGradients
-from ..gradients import gradient_of, is_frozen
+from ..backward import WeightGradients
+from ..parameter import gradient_of, is_frozen
 from .backend import Backend
 from .gemm import data_gradient, linear, matmul
 

@@ -14,9 +14,7 @@ from torch import Tensor
 from ...comm.autograd import Function, Gradients, gather_sequence, reduce_scatter_sequence
 from ...comm.base import Comm
 from ...config.rows import ACTIVATIONS
-from ..gradients import as_rows, gradient_of, is_frozen
-from ..parameter_views import matrix
-from ..q8_weight import columns_of, keywords
+from ..parameter import as_rows, columns_of, gradient_of, is_frozen, matrix, scales_keyword
 from .activation import Activation, activate, activation_gradient, as_gates, is_fused, kernel
 from .backend import Backend
 from .gemm import data_gradient, matmul, row_count, weight_gradient
@@ -134,7 +132,7 @@ def argument_gradient(
             ACTIVATIONS[activation.name].kernel,
             packed=ops.packed(weight2, dy.dtype, transposed=True),
             fp16_chunk=ops.sum_length(dy),
-            **keywords(weight2),
+            **scales_keyword(weight2),
         )
         return
     dinner = pre.new_empty(len(pre), weight2.shape[1])

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...comm.autograd import Function, Gradients
 from ...comm.base import Comm
 from ..dropout_key import Dropout
-from ..gradients import accumulate, as_rows, gradient_of, vector_gradient
+from ..parameter import accumulate, as_rows, gradient_of, vector_gradient
 from .backend import Backend
 from .dropout import bias_dropout_add, call_rowwise
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...comm.autograd import Function, Gathering, Gradients, RowBlocks, Summing
 from ...config.rows import ACTIVATIONS
-from ..gradients import as_rows
+from ..parameter import as_rows
 from .activation import activate, is_fused
 from .backend import Backend
 from .gemm import data_gradient, matmul, weight_gradient

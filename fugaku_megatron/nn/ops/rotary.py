@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...comm.autograd import Function, Gradients
 from ..attention.heads import Angles, Heads
-from ..gradients import accumulate, vector_gradient
+from ..parameter import accumulate, vector_gradient
 from .backend import Backend
 from .norm import norm_gradients, normalized
 

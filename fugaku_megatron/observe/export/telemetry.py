@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 from ...config import span_groups
 from ...config.run_config import RunConfig
 from ...host.observed import INSTRUCTIONS, Arguments, Keywords, Observed
-from ...pipeline.executor import Executor
+from ...pipeline.instructions import Executor
 from ..log.iteration_metrics import IterationMetrics
 from .spans import INSTRUCTION_SPANS, PHASE_SPANS, SPANS, TRAIN
 from .writer import Writer

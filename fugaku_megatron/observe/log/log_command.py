@@ -25,7 +25,7 @@ from pathlib import Path
 from ...cli import arguments
 from ...cli.output_files import check_file, writing
 from ...config.fields import check, check_positive
-from ...costs.parameters import model_parameters
+from ...costs.stages import model_parameters
 from ...text.named_files import JsonObject, StrPath
 from ...text.numbers import duration_text
 from ...text.table import pipe_table, write_csv

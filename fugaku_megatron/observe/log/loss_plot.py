@@ -13,7 +13,7 @@ from typing import Any
 from ...cli.output_files import shown
 from ...config.layout import Layout
 from ...config.run_config import RunConfig
-from ...costs.parameters import model_parameters
+from ...costs.stages import model_parameters
 from ...text.named_files import JsonObject, StrPath
 from ...text.written_files import named_file
 from ..export.history import read_history

@@ -24,7 +24,7 @@ from ...data.sampler import first_sample
 from ...host.observed import Arguments, Keywords, Observed
 from ...nn.layers import dropout_layer
 from ...nn.model import Stage
-from ...nn.q8_weight import scales_of
+from ...nn.parameter import scales_of
 from ...optim.flat import FlatParameter, stage_units
 from ...pipeline.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Instruction
 from ...training.trainer import Trainer

@@ -137,7 +137,7 @@ PUBLISHED = (
     Published(
         "key gradients of other ranks' queries are lost",
         f"{MEGATRON}/issues/1464",
-        "nn/attention/shared_attention.py",
+        "nn/attention/context_parallel.py",
         "            total[rows] += tensor\n",
         "            total[rows] = tensor\n",
         "cp2 p2p",

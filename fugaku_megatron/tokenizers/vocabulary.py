@@ -1,4 +1,4 @@
-"""Refuse token ids outside a vocabulary."""
+"""Texts without bytes that are not UTF-8, and token ids within a vocabulary."""
 
 from __future__ import annotations
 
@@ -30,3 +30,11 @@ def _check(lowest: int, highest: int, vocab_size: int, source: str, remedy: str)
         raise ValueError(
             f"{source}token id {wrong} is outside the vocabulary of {vocab_size}{remedy}"
         )
+
+
+def clean(text: str | bytes) -> str:
+    """Replace bytes that are not UTF-8, and lone surrogates, by U+FFFD."""
+    if isinstance(text, str):
+        text = text.encode("utf-16-le", "surrogatepass")
+        return text.decode("utf-16-le", "replace")
+    return text.decode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""Sizes of a micro-batch's activations on one rank.
+"""Sizes of the vocabulary and of a micro-batch's activations on one rank.
 
 Between matmuls every rank has whole activations (s, b, h), or with --sequence-parallel 1/t of the sequence (Korthikanti et al.
 2022, arXiv:2205.05198). Legend: as in `layers`.
@@ -6,9 +6,49 @@ Between matmuls every rank has whole activations (s, b, h), or with --sequence-p
 
 from __future__ import annotations
 
+from ..config.fields import check
 from ..config.layout import cp_comm_types, group_copies
+from ..config.model import ModelConfig
 from ..config.parallel import A2A
 from ..config.run_config import RunConfig
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def padded_vocab_size(model: ModelConfig, tp: int) -> int:
+    """Return --padded-vocab-size, or the vocabulary padded to --make-vocab-size-divisible-by x tensor-parallel size."""
+    if model.padded_vocab_size:
+        check(
+            model.padded_vocab_size % tp == 0,
+            f"--padded-vocab-size {model.padded_vocab_size} is not divisible by "
+            f"--tensor-model-parallel-size {tp}: change one of them",
+        )
+        return model.padded_vocab_size
+    if model.vocab_size is None:
+        raise ValueError(
+            "the vocabulary size is unknown: pass --vocab-size, or the files of a tokenizer"
+        )
+    return round_up(model.vocab_size, model.make_vocab_size_divisible_by * tp)
+
+
+def vocabulary_rows(run: RunConfig) -> int:
+    return padded_vocab_size(run.model, run.tp) // run.tp
+
+
+def vocabulary_padding(run: RunConfig) -> int:
+    """Return the rows of the padded vocabulary that are no tokens."""
+    rows = padded_vocab_size(run.model, run.tp)
+    return rows - (run.model.vocab_size or rows)
+
+
+def vocabulary_text(run: RunConfig) -> str:
+    text = f"padded vocabulary {padded_vocab_size(run.model, run.tp)}"
+    if vocabulary_padding(run) and not run.model.masks_padding:
+        text += ", padding counted in the loss"
+    return text
+
 
 FP32_BYTES = 4
 BF16_BYTES = 2

@@ -1,24 +1,189 @@
-"""Tokenizers of Hugging Face folders, whose code is never run.
+"""Tokenizers of SentencePiece models and of Hugging Face folders, whose code is never run.
 
-Token ids, vocabulary size and end-of-document id equal Megatron-core's.
+Token ids, vocabulary size and end-of-document id equal Megatron-core's. A folder's tokenizer runs with a limit on time: its
+file may have a regular expression that never ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
+import shutil
 import sys
+import threading
+import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..text.foreign_models import hub_note
+from ..text.input_errors import NeverSkipped
 from ..text.named_files import unreadable
 from ..text.optional_packages import optional_package
-from .sentencepiece_tokenizer import load_pieces, pieces_kind
-from .time_limit import limited
-from .utf8 import clean
+from .vocabulary import MODEL_REMEDY, check_range, clean
+
+TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
+
+
+def pieces_kind(path: Path) -> str | None:
+    """Detect the program that wrote a tokenizer.model; None if unknown."""
+    with open(path, "rb") as file:
+        begin = file.read(512)
+    if begin.startswith(b"\n"):  # the tag of the first field of a SentencePiece model, a piece
+        return "SentencePiece"
+    return "tiktoken" if TIKTOKEN_LINE.match(begin) else None
+
+
+def load_pieces(path: str | Path, user: str) -> tuple[Any, bytes]:
+    """Return a SentencePiece processor, and the file's bytes."""
+    package = optional_package("sentencepiece", "sentencepiece", user)
+    where = f"--tokenizer-model {path}"
+    if reason := unreadable(path):
+        raise ValueError(f"{where}: cannot be read ({reason}); pass a .model file")
+    kind = pieces_kind(Path(path))
+    model = Path(path).read_bytes()
+    if kind == "SentencePiece":
+        with suppress(RuntimeError):
+            processor = package.SentencePieceProcessor(model_proto=model)
+            if len(processor):
+                return processor, model
+    found = ", but a file of tiktoken" if kind == "tiktoken" else ""
+    raise ValueError(
+        f"{where}: not a SentencePiece model{found}; pass the .model file that its training wrote"
+    )
+
+
+class SentencePieceTokenizer:
+    """SentencePiece model. `vocab_size` is its number of pieces, `eod` its end of sentence.
+
+    `eod` is None without an end of sentence (Megatron-core uses -1, not a token id).
+    Sources: sentencepiece_tokenizer.py and, for `eod`, abstract_tokenizer.py in Megatron-LM's
+        megatron/core/tokenizers/text/libraries.
+    """
+
+    name = "SentencePieceTokenizer"
+    needs = ("tokenizer_model",)
+    options: tuple[str, ...] = ()
+
+    def __init__(self, path: str | Path):
+        if reason := unreadable(path):
+            raise ValueError(
+                f"--tokenizer-model {path}: cannot be read ({reason}); pass the path of an existing model{hub_note(path)}"
+            )
+        self._processor, model = load_pieces(path, f"--tokenizer-type {self.name}")
+        self.vocab_size = len(self._processor)
+        end = self._processor.eos_id()
+        self.eod: int | None = end if end >= 0 else None
+        self.checksum = zlib.crc32(model)
+
+    def encode(self, text: str | bytes) -> list[int]:
+        """Tokenize. Models may normalize white space."""
+        return list(self._processor.encode(clean(text)))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        ids = list(map(int, ids))
+        check_range(ids, self.vocab_size, MODEL_REMEDY)
+        return str(self._processor.decode(ids))
+
+    def count_bytes(self, ids: Iterable[int]) -> int:
+        return len(self.decode(ids).encode())
+
+
+class JapaneseSentencePiece(SentencePieceTokenizer):
+    """SentencePiece model with piece "</s>" at the end of documents, and lines that end with a line
+    feed alone.
+
+    Source: megatron/tokenizer/tokenizer.py of Fugaku-LLM/DeepSpeedFugaku.
+    """
+
+    name = "JapaneseSentencePiece"
+
+    def __init__(self, path: str | Path):
+        super().__init__(path)
+        self.eod = self._processor.piece_to_id("</s>")
+
+    def encode(self, text: str | bytes) -> list[int]:
+        return super().encode(clean(text).replace("\r\n", "\n"))
+
+
+T = TypeVar("T")
+SECONDS = 10.0  # of the process's CPU time for any text, and
+SIZE_PER_SECOND = 10_000  # characters more in a second; published tokenizers take 1,000,000
+PANIC = (
+    "PanicException"  # of the package tokenizers, for a limit of its library of regular expressions
+)
+
+
+_STDERR = 2
+_redirecting = threading.Lock()
+
+
+@contextlib.contextmanager
+def _native_errors() -> Iterator[Callable[[], object]]:
+    """Collect what native code writes to standard error, and write it there at the end of the block.
+
+    Yields a function that discards the text: Rust prints some 50 lines of a panic, which is an exception in Python.
+    """
+    with _redirecting, contextlib.ExitStack() as undo:
+        try:
+            stderr = os.dup(_STDERR)
+        except OSError:  # closed
+            yield int
+            return
+        undo.callback(os.close, stderr)
+        collected = undo.enter_context(os.fdopen(os.memfd_create("stderr"), "r+b"))
+        os.dup2(collected.fileno(), _STDERR)
+        try:
+            yield lambda: collected.truncate(0)
+        finally:
+            os.dup2(stderr, _STDERR)
+            collected.seek(0)
+            with os.fdopen(stderr, "wb", closefd=False) as rest:
+                shutil.copyfileobj(collected, rest)
+
+
+class TokenizerLimit(NeverSkipped):
+    """Error of a tokenizer that exceeds its limits: other texts would take as long."""
+
+
+def limited(where: str, size: int, work: Callable[[], T]) -> T:
+    """Return work(). Raise TokenizerLimit if that takes too long for `size` characters, and leave the thread behind."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    limit = SECONDS + size / SIZE_PER_SECOND
+    thread = threading.Thread(target=run, name="tokenizer", daemon=True)
+    with _native_errors() as discard:
+        begin = time.process_time()
+        thread.start()
+        thread.join(limit)
+        # while other programs have the CPU
+        while thread.is_alive() and time.process_time() < begin + limit:
+            thread.join(1.0)
+        panicked = any(type(error).__name__ == PANIC for error in errors)
+        if panicked:
+            discard()
+    if results:
+        return results[0]
+    if not errors:
+        raise TokenizerLimit(
+            f"{where}: did not tokenize {size} characters within {limit:.0f} s; its tokenizer.json may have a regular "
+            "expression that never ends: pass another tokenizer"
+        )
+    if panicked:
+        raise TokenizerLimit(f"{where}: {errors[0]}: pass another tokenizer") from None
+    raise errors[0]
+
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CONFIG = "config.json"  # of the model
