@@ -202,7 +202,8 @@ class DataConfig:
     @cached_property
     def paths(self) -> dict[str, tuple[str, ...]]:
         given = {
-            flag(name): getattr(self, name)
-            for name in ("data_path", "train_data_path", "valid_data_path")
+            "--data-path": self.data_path,
+            "--train-data-path": self.train_data_path,
+            "--valid-data-path": self.valid_data_path,
         }
         return {name: value for name, value in given.items() if value}

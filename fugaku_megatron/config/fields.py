@@ -116,6 +116,7 @@ class Declaration(NamedTuple):
     excludes: fields whose values the flag sets itself
     topic: set of flags that the code treats alike
     library: replacement in a program with a Trainer, which refuses the flag
+    follows: field whose value Megatron-LM saves for the flag that is not passed
     script: variable of a job script that sets the flag
     megatron: how an argument of Megatron-LM's checkpoints describes the value; None: only the default can be converted
     """
@@ -140,9 +141,15 @@ class Declaration(NamedTuple):
     drops: tuple[str, ...] = ()
     excludes: tuple[str, ...] = ()
     topic: str | None = None
+    follows: str | None = None
     library: str | None = None
     script: str | None = None
     megatron: str | None = None
+
+    @property
+    def is_derived(self) -> bool:
+        """True for a field that other fields set if it is None."""
+        return self.default is None and self.type == "int"
 
 
 def option(default: Any, help: str, **traits: Any) -> Any:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from .fields import FieldValues, check, flag, optional
+from .fields import FieldValues, check, declarations, flag, optional
 from .layer_kinds import EXPERTS_SYMBOL, GATED_DELTA_NET, MIXERS, MLP_SYMBOLS, marked_layers
 from .model import ModelConfig
 from .pipeline_layout import stage_fields
@@ -26,13 +26,6 @@ UNSUPPORTED = {
 _COUNTS = {"decoder_first_pipeline_num_layers": False, "decoder_last_pipeline_num_layers": True}
 # Fields with an entry for each symbol, or a number.
 PER_SYMBOL = ("window_attn_skip_freq", "no_rope_freq")
-# Fields that the pattern replaces.
-_BY_PATTERN = (
-    "layer_types",
-    "moe_layer_freq",
-    "num_virtual_stages_per_pipeline_rank",
-    "num_layers_per_virtual_pipeline_stage",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +36,12 @@ class HybridFields:
         "the layers in place of --num-layers, as in Megatron-LM's HybridModel: * attention, - an MLP, E experts, "
         "| between stages, G a gated delta net, such as '*-*-|*E*E'; an attention and the MLP or experts after it are one layer here",
         aliases=("--hybrid-override-pattern",),
+        excludes=(
+            "layer_types",
+            "moe_layer_freq",
+            "num_virtual_stages_per_pipeline_rank",
+            "num_layers_per_virtual_pipeline_stage",
+        ),
     )
 
 
@@ -96,7 +95,8 @@ def with_layers(values: FieldValues) -> FieldValues:
         return fields
     pattern = parse_pattern(text)
     by_borders = ("pipeline_split", *_COUNTS) if len(pattern.stages) > 1 else ()
-    for name in (*_BY_PATTERN, *by_borders):
+    (declared,) = declarations(HybridFields)
+    for name in (*declared.excludes, *by_borders):
         check(
             fields.get(name) is None,
             f"{flag(name)} {fields.get(name)} and --hybrid-layer-pattern {text!r:.80} exclude each other: the pattern says it",

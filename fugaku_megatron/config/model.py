@@ -460,7 +460,6 @@ class ModelConfig(ExpertFields, DeltaNetFields):
     parallel_shared_norm: bool = switch(
         "attention and the MLP of --parallel-residual read the same norm, as in Cohere's models",
         meaning=WEIGHTS,
-        megatron=SAME,
     )
     softmax_type: str = option(
         VANILLA,

@@ -136,10 +136,13 @@ class OptimizerConfig:
         "linear", "shape of the decay", choices=RowNames(SHAPES, flag=LEARNING_RATE), meaning=COURSE
     )
     lr_decay_iters: int | None = optional(
-        "iterations until --min-lr (default: --train-iters)", meaning=COURSE
+        "iterations until --min-lr (default: --train-iters)", follows="train_iters", meaning=COURSE
     )
     lr_decay_samples: int | None = optional(
-        "samples until --min-lr (default: --train-samples)", maximum=2**40, meaning=COURSE
+        "samples until --min-lr (default: --train-samples)",
+        maximum=2**40,
+        follows="train_samples",
+        meaning=COURSE,
     )
     lr_warmup_iters: int = option(
         0,
@@ -215,10 +218,16 @@ class OptimizerConfig:
         0.01, "decoupled weight decay, on matrices only", range=NOT_NEGATIVE, meaning=COURSE
     )
     start_weight_decay: float | None = optional(
-        "weight decay at the start (default: --weight-decay)", range=NOT_NEGATIVE, meaning=COURSE
+        "weight decay at the start (default: --weight-decay)",
+        range=NOT_NEGATIVE,
+        follows="weight_decay",
+        meaning=COURSE,
     )
     end_weight_decay: float | None = optional(
-        "weight decay at the end (default: --weight-decay)", range=NOT_NEGATIVE, meaning=COURSE
+        "weight decay at the end (default: --weight-decay)",
+        range=NOT_NEGATIVE,
+        follows="weight_decay",
+        meaning=COURSE,
     )
     weight_decay_incr_style: str = option(
         "constant",

@@ -35,6 +35,7 @@ A2A = "a2a"
 CP_COMM_TYPES = (P2P, ALLGATHER, A2A)
 EITHER = "a2a+p2p"
 
+SCHEDULE = "schedule"  # topic
 TENSOR_PARALLEL = Requirement("--tensor-model-parallel-size above 1", lambda run: run.tp > 1)
 
 
@@ -116,13 +117,14 @@ class ParallelConfig(MatrixRanks):
         "two model chunks per stage in a V; auto: the schedule with the least modelled time that fits "
         "into memory (default: interleaved with virtual stages, else 1f1b)",
         choices=RowNames(SCHEDULES, AUTO),
+        topic=SCHEDULE,
         meaning=FREE,
     )
     num_virtual_stages_per_pipeline_rank: int | None = optional(
-        "model chunks per stage of an interleaved or zb-h1 schedule", meaning=FREE
+        "model chunks per stage of an interleaved or zb-h1 schedule", topic=SCHEDULE, meaning=FREE
     )
     num_layers_per_virtual_pipeline_stage: int | None = optional(
-        "layers of a model chunk of an interleaved or zb-h1 schedule", meaning=FREE
+        "layers of a model chunk of an interleaved or zb-h1 schedule", topic=SCHEDULE, meaning=FREE
     )
     zero_bubble_max_pending_backward: int | None = optional(
         "micro-batches with postponed weight gradients on a stage of zb-h1 or zbv: a larger number "

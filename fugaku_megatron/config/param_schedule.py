@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,17 +15,18 @@ from .training import TrainingConfig
 
 ROUNDING = 1e-9  # relative error of a length that is not a whole number of samples
 
-# Fields of one length each; at most one field is set.
-WARM_UPS = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction")
-DECAYS = ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
-WSD_DECAYS = ("lr_wsd_decay_iters", "lr_wsd_decay_samples")
-LENGTHS = ("train_samples", "train_iters", "train_tokens")
+# Fields with one length: a name, and a unit. At most one of them is set.
+UNITS = ("iters", "samples", "tokens", "fraction")
+WARM_UP = "lr_warmup"
+DECAY = "lr_decay"
+WSD_DECAY = "lr_wsd_decay"
+LENGTH = "train"
 
 
-def _given(config: OptimizerConfig | TrainingConfig, names: Sequence[str]) -> str:
-    for name in names:
-        if value := getattr(config, name):
-            return f"{flag(name)} {value:.12g}"
+def _given(config: OptimizerConfig | TrainingConfig, length: str) -> str:
+    for unit in UNITS:
+        if value := getattr(config, f"{length}_{unit}", None):
+            return f"{flag(f'{length}_{unit}')} {value:.12g}"
     return ""
 
 
@@ -73,8 +73,8 @@ class ParamSchedule:
         )
         check(
             not warmup or warmup < decay,
-            f"the warm-up of the learning rate, {warmup:.10g} samples ({_given(o, WARM_UPS)}), is not below the {decay:.10g} "
-            f"samples of its decay ({_given(o, DECAYS) or _given(t, LENGTHS)}): shorten it, or lengthen the decay",
+            f"the warm-up of the learning rate, {warmup:.10g} samples ({_given(o, WARM_UP)}), is not below the {decay:.10g} "
+            f"samples of its decay ({_given(o, DECAY) or _given(t, LENGTH)}): shorten it, or lengthen the decay",
         )
         if not SHAPES[o.lr_decay_style].final_decay:
             return ParamSchedule(o, warmup, decay, total)
@@ -83,23 +83,23 @@ class ParamSchedule:
         wsd = o.lr_wsd_decay_samples or last_samples(sizes, iterations, o.lr_wsd_decay_iters or 0)
         check(
             wsd + warmup <= decay * (1 + ROUNDING) or not decay,
-            f"{_given(o, WSD_DECAYS)}, {wsd:.10g} samples, is longer than the {decay - warmup:.10g} samples between the warm-up "
-            f"({_given(o, WARM_UPS) or 'none'}) and the end of the decay ({_given(o, DECAYS) or _given(t, LENGTHS)}): shorten it",
+            f"{_given(o, WSD_DECAY)}, {wsd:.10g} samples, is longer than the {decay - warmup:.10g} samples between the warm-up "
+            f"({_given(o, WARM_UP) or 'none'}) and the end of the decay ({_given(o, DECAY) or _given(t, LENGTH)}): shorten it",
         )
         return ParamSchedule(o, warmup, decay, total, wsd)
 
     def notes(self, training: TrainingConfig) -> list[str]:
         """Report a schedule that is longer than the run, as Megatron-LM permits."""
         o = self.config
-        end = _given(training, LENGTHS)
+        end = _given(training, LENGTH)
         if self.warmup_samples > self.total_samples:
             return [
-                f"the warm-up of the learning rate, {_given(o, WARM_UPS)}, is longer than the run, {end}: it does not reach "
+                f"the warm-up of the learning rate, {_given(o, WARM_UP)}, is longer than the run, {end}: it does not reach "
                 f"--lr {o.lr:g}"
             ]
         if self.decay_samples > self.total_samples and self.decays:
             return [
-                f"the learning rate decays over {_given(o, DECAYS)}, longer than the run, {end}: its last rate is "
+                f"the learning rate decays over {_given(o, DECAY)}, longer than the run, {end}: its last rate is "
                 f"{self.learning_rate(math.ceil(self.total_samples)):.3e}"
             ]
         return []

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from .fields import FieldValues, check, flag, optional
+from .fields import FieldValues, check, declarations, flag, optional
 
 EMBEDDING = "E"
 LAYER = "t"
@@ -18,13 +18,6 @@ PREDICTION = "m"  # a layer that predicts further tokens
 LONGEST = 2**14  # letters
 _GROUP = re.compile(r"\(([^()]*)\)\*(\d{1,5})")
 _LETTER = re.compile(r"([^()*\d])\*(\d{1,5})")
-REPLACED = (
-    "pipeline_split",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "num_virtual_stages_per_pipeline_rank",
-    "num_layers_per_virtual_pipeline_stage",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +26,14 @@ class PipelineLayoutFields:
 
     pipeline_model_parallel_layout: str | None = optional(
         "layers of each model chunk in the order of the model, as in Megatron-LM: E the embedding, t a layer, L the loss, "
-        "| a border, *N repetitions, such as 'Et*3|(tt|)*6L'"
+        "| a border, *N repetitions, such as 'Et*3|(tt|)*6L'",
+        excludes=(
+            "pipeline_split",
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+            "num_virtual_stages_per_pipeline_rank",
+            "num_layers_per_virtual_pipeline_stage",
+        ),
     )
 
 
@@ -72,7 +72,8 @@ def with_stages(values: FieldValues) -> FieldValues:
         return fields
     stages = parse_layout(text)
     place = f"--pipeline-model-parallel-layout {text!r:.80}"
-    for name in REPLACED:
+    (declared,) = declarations(PipelineLayoutFields)
+    for name in declared.excludes:
         check(
             fields.get(name) is None,
             f"{flag(name)} {fields.get(name)} and {place} exclude each other: the layout says it",

@@ -13,7 +13,16 @@ from ..pipeline.placement import Placement, placement_of
 from ..pipeline.schedule_names import SCHEDULES
 from .data import DataConfig
 from .faults import NumbersConfig
-from .fields import Declaration, FieldValues, as_tuples, cached_hash, check, declarations, flag
+from .fields import (
+    Declaration,
+    FieldValues,
+    as_tuples,
+    cached_hash,
+    check,
+    declarations,
+    flag,
+    of_topic,
+)
 from .lora import DROPOUT_COLUMNS, LoraConfig
 from .model import ModelConfig
 from .optimizer import OptimizerConfig
@@ -21,7 +30,7 @@ from .output import OutputConfig
 from .parallel import ParallelConfig
 from .precision import PrecisionConfig
 from .rows import Q8_BLOCK
-from .system import SystemConfig
+from .system import INT8, SystemConfig
 from .training import BatchConfig, TrainingConfig
 
 
@@ -110,7 +119,7 @@ class RunConfig:
 
     def _check_int8(self) -> None:
         system = self.system
-        for name in ("int8_wgrad", "int8_head", "int8_stochastic_rounding"):
+        for name in of_topic(SystemConfig, INT8):
             check(
                 system.int8 or not getattr(system, name),
                 f"{flag(name)} is for --int8: pass --int8 too, or leave it out",

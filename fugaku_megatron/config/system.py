@@ -17,6 +17,7 @@ from .fields import (
     switch,
 )
 
+INT8 = "int8"  # topic of details
 _INIT = "pass it to init"  # in a program with a Trainer
 FP16_SUM_LENGTH = 64  # half the error of BF16 operands, at 1.7 times FP32's rate (docs/numerics.md)
 MAX_FP16_SUM_LENGTH = 65536
@@ -53,14 +54,15 @@ class SystemConfig:
         meaning=COURSE,
     )
     int8_wgrad: bool = switch(
-        "with --int8, quantize the operands of weight gradients too", meaning=COURSE
+        "with --int8, quantize the operands of weight gradients too", topic=INT8, meaning=COURSE
     )
     int8_head: bool = switch(
-        "with --int8, quantize the operands of the output layer too", meaning=COURSE
+        "with --int8, quantize the operands of the output layer too", topic=INT8, meaning=COURSE
     )
     int8_stochastic_rounding: bool = switch(
         "with --int8, round the gradients of layer outputs up or down at random in the quantized matmuls of backward: "
         "their mean is right and their error larger; for studies, no loss was lower with it",
+        topic=INT8,
         meaning=COURSE,
     )
     cache_packed_weights: bool = switch(

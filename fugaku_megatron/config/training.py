@@ -187,7 +187,6 @@ class TrainingConfig:
     )
     recompute_auto: bool = switch(
         "recompute as few layers of each stage and chunk as fit into memory",
-        topic=RECOMPUTE,
         meaning=FREE,
     )
     memory_per_rank: int | None = optional(

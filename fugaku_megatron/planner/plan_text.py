@@ -12,7 +12,7 @@ from ..config import batches
 from ..config.fields import flag_words
 from ..config.layout import Layout
 from ..config.recipes import RECIPES
-from ..config.run_config import GROUPS, RunConfig
+from ..config.run_config import GROUPS, RunConfig, all_flags
 from ..costs.run_schedule import recompute_name
 from ..costs.sizes import typical_cp_comm_type
 from ..observe.log import schedule_plot
@@ -164,13 +164,10 @@ def _base(recipe: str | None) -> dict[tuple[str, str], Any]:
 
 def train_flags(plan: LayoutCandidate, args: argparse.Namespace) -> list[str]:
     words = ["--recipe", args.recipe] if args.recipe else []
+    derived = [each.name for each in all_flags() if each.is_derived]
     for (group, name), default in _base(args.recipe).items():
         value = getattr(getattr(plan.run, group), name)
-        derived = (
-            name in ("ffn_hidden_size", "max_position_embeddings", "kv_channels")
-            and default is None
-        )
-        if value != default and value is not None and not derived:
+        if value not in (default, None) and (default is not None or name not in derived):
             words += flag_words(name, value)
     return words
 

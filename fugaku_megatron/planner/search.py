@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..config import features
-from ..config.fields import FieldValues
+from ..config.fields import FieldValues, of_topic
 from ..config.layout import Layout, check_split
-from ..config.parallel import CP_COMM_TYPES
+from ..config.parallel import CP_COMM_TYPES, SCHEDULE, ParallelConfig
 from ..config.run_config import RunConfig
-from ..config.training import BatchConfig, TrainingConfig
+from ..config.training import RECOMPUTE, BatchConfig, TrainingConfig
 from ..costs import run_schedule
 from ..costs.memory import stage_memory
 from ..pipeline.schedule_names import AUTO, ONE_F_ONE_B, row
@@ -256,11 +256,7 @@ TRIED = 60
 
 
 def _asked(run: RunConfig, held: Held) -> str | None:
-    given = {
-        "pipeline_schedule",
-        "num_virtual_stages_per_pipeline_rank",
-        "num_layers_per_virtual_pipeline_stage",
-    } & held
+    given = {*of_topic(ParallelConfig, SCHEDULE)} & held
     return run.parallel.schedule if given and run.parallel.pipeline_schedule != AUTO else None
 
 
@@ -494,13 +490,7 @@ def _recomputes(
 ) -> Iterator[TrainingConfig]:
     """Yield training configs that differ in recompute; block: quarters of a stage's layers."""
     training = run.training
-    if {
-        "recompute_granularity",
-        "recompute_method",
-        "recompute_num_layers",
-        "recompute_part_layers",
-        "recompute_auto",
-    } & held:
+    if {"recompute_auto", *of_topic(TrainingConfig, RECOMPUTE)} & held:
         yield training
         return
     plain = replace(

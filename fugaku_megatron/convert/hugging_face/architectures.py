@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from ...config.fields import Declaration, declarations
+from ...config.fields import OTHER_WEIGHTS, WEIGHTS, Declaration, declarations
 from ...config.model import SCALING, ModelConfig
-from ...config.rows import LEARNABLE, LEARNED, ROPE, VANILLA
+from ...config.rows import LEARNABLE, LEARNED, ROPE
 from ...nn.ops.activation import QUICK, XIELU_BETA, XIELU_LIMIT
 from .rope_rules import (
     NO_ROPE_LAYERS,
@@ -31,7 +31,6 @@ from .rules import (
     LINEAR_LAYERS,
     LOGIT_SCALE,
     MULTIPLIED,
-    MULTIPLIERS,
     NEW_FALCON,
     NO_DROPOUT,
     NORMALISED_EXPERTS,
@@ -179,19 +178,12 @@ def _defaults(has: Callable[[Declaration], object]) -> dict[str, Any]:
     return {each.name: each.default for each in declarations(ModelConfig) if has(each)}
 
 
+# Values of most families. A value that no argument of Megatron-LM describes is the default, unless a row has another.
 _COMMON_BLOCK = {
-    **MULTIPLIERS,
-    "attention_multiplier": None,
-    "parallel_residual": False,
-    "geglu": False,
-    "quick_geglu": False,
-    "xielu": False,
-    "activation_func": None,
-    "softmax_type": VANILLA,
+    **_defaults(lambda each: each.meaning == WEIGHTS and each.megatron in (None, OTHER_WEIGHTS)),
     "apply_layernorm_1p": False,
     "num_experts": None,
     "qk_layernorm": False,
-    "qk_layernorm_all_heads": False,
     "attention_output_gate": False,
     "experimental_attention_variant": None,
     "linear_attention_freq": None,
@@ -199,11 +191,7 @@ _COMMON_BLOCK = {
     "window_attn_skip_freq": None,
     "window_rotary_base": None,
     "no_rope_freq": None,
-    "norm_placement": "pre",
-    "parallel_shared_norm": False,
     "layer_types": None,
-    "attn_logit_softcapping": None,
-    "final_logit_softcapping": None,
 }
 GPT2 = Architecture(
     name="GPT2LMHeadModel",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoint.load import Checkpoint, Foreign
-from ...config.fields import check, check_type
+from ...config.fields import check, check_type, declarations
 from ...config.optimizer import MOMENTS, OptimizerConfig
 from ...config.param_schedule import ParamSchedule
 from ...config.precision import PrecisionConfig
@@ -44,13 +44,6 @@ _SCHEDULE = {
     "start_wd": "start_weight_decay",
     "end_wd": "end_weight_decay",
     "wd_incr_style": "weight_decay_incr_style",
-}
-# Saved arguments that Megatron-LM sets itself to the value of another.
-_COPIES = {
-    "start_weight_decay": "weight_decay",
-    "end_weight_decay": "weight_decay",
-    "lr_decay_iters": "train_iters",
-    "lr_decay_samples": "train_samples",
 }
 
 
@@ -197,15 +190,15 @@ def _found(state: Any, name: str) -> Iterator[Any]:
 
 def _values(group: str, given: Saved) -> Iterator[tuple[str, Any]]:
     """Yield the saved arguments with the name and type of a field."""
-    for f in fields(GROUPS[group]):
-        value = given.get(f.name)
-        if value is None or f.name in _COPIES and value == given.get(_COPIES[f.name]):
+    for each in declarations(GROUPS[group]):
+        value = given.get(each.name)
+        if value is None or each.follows and value == given.get(each.follows):
             continue
         try:
-            check_type(f, value)
+            check_type(each, value)
         except ValueError:
             continue
-        yield f.name, value
+        yield each.name, value
 
 
 def _layout(given: Saved) -> JsonObject:

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from ...cli.arguments import make_run
-from ...config.fields import as_tuples, check, check_type
+from ...config.fields import as_tuples, check, check_type, of_topic
 from ...config.layout import Layout, flags_of_sizes
 from ...config.model import ModelConfig
 from ...config.parallel import ParallelConfig
 from ...config.precision import PrecisionConfig
 from ...config.run_config import RunConfig
-from ...config.training import BatchConfig, TrainingConfig
+from ...config.training import RECOMPUTE, BatchConfig, TrainingConfig
 from ...costs.flops import hardware_flops, parameter_flops
 from ...text.named_files import JsonObject, about
 from ..export.metrics_writer import parse_peak_memory, parse_validation_line
@@ -27,12 +27,7 @@ WARM_UP = 2  # first iterations of a job, excluded from medians
 _RUN = "run: "
 _RECORD = '{"kind": "'  # prefix of a history line
 _CLOCK = re.compile(r" at ([\d.]+) GHz \(measured\)")
-_RECOMPUTE = (
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "recompute_part_layers",
-)
+_RECOMPUTE = of_topic(TrainingConfig, RECOMPUTE)
 _GROUPS = {
     "model": ModelConfig,
     "batch": BatchConfig,
