@@ -58,12 +58,13 @@ def vocabulary(recipe: str) -> int:
 
 
 def trainer_of(run: RunConfig, world: Comm, groups: Groups) -> Any:
-    """The trainer as run/start.py sets it up."""
+    """The trainer as run/assemble.py builds it, without observers."""
     from fugaku_megatron.costs.plan import Plan
-    from fugaku_megatron.run import data
+    from fugaku_megatron.run.data import open_data
     from fugaku_megatron.run.kernel_choice import build_ops, choose_kernels
+    from fugaku_megatron.run.sources import Sources
     from fugaku_megatron.training.trainer import Trainer
 
-    plan = Plan(run, Layout.from_run(run, world.size))
+    plan = Plan.of(run, world.size)
     ops = build_ops(run, choose_kernels(plan, world).backends)
-    return Trainer(plan, world, groups, *data.build_data(plan, groups), ops=ops)
+    return Trainer(plan, world, groups, *open_data(plan, groups, Sources()), ops=ops)

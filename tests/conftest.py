@@ -231,7 +231,7 @@ def alone(capsys, monkeypatch):
     from fugaku_megatron.observe.hang.heartbeat import Heartbeat
     from fugaku_megatron.observe.hang.watchdog import HangSettings, Watchdog
     from fugaku_megatron.observe.log import loss_plot
-    from fugaku_megatron.run.start import pretrain
+    from fugaku_megatron.run.pretrain import pretrain
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(loss_plot, "start_loss_curve", lambda *words: subprocess.Popen(["true"]))

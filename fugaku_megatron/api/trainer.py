@@ -10,7 +10,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -23,24 +23,21 @@ from ..comm.job import end_job_with_exceptions
 from ..comm.job import init as start_mpi
 from ..config.decay_shapes import SHAPES
 from ..config.fields import check, flag
-from ..config.param_schedule import ParamSchedule
 from ..config.run_config import RunConfig
 from ..convert.hugging_face.carried_files import carry
 from ..costs.plan import Length, Plan
-from ..data.chat.chat_dataset import lost_lines
-from ..data.dataset import DataOrder, Dataset
+from ..data.dataset import Dataset
 from ..data.token_arrays import Documents, TokenArrays
 from ..host import runtime
-from ..observe.hang.heartbeat import Heartbeat
 from ..observe.numbers.rerun import Rerun
 from ..observe.resources.memory_watch import check_memory
-from ..run.checkpoint_source import Resume, with_padding
+from ..run.assemble import StartLog, assemble, load_weights, resolve_start
+from ..run.checkpoint_source import Resume, resumed_plan, with_padding
 from ..run.checks import check_run
-from ..run.data import Data, open_data
-from ..run.limits import MachineLimits
-from ..run.resume import carry_files, resume_training
-from ..run.start import build, connect
-from ..run.tokenizer import resolve_vocabulary, tokenizer_notes
+from ..run.data import open_data
+from ..run.resume import carry_files
+from ..run.sources import Sources
+from ..run.tokenizer import tokenizer_notes
 from ..start import environment
 from ..start import signals as signals_module
 from ..text.named_files import StrPath
@@ -49,7 +46,7 @@ from ..training.replicas import ReplicasDiffer as ReplicasDiffer
 from .chats import chat_arrays
 from .config import Config
 from .flags import check_flags, trainer_notes
-from .start import Start, config_start, load_start
+from .sources import find_in, find_sources
 
 Source = StrPath | Sequence[Any] | Documents
 NO_END = 2**31 - 1  # iterations of a run whose length is not known yet
@@ -108,38 +105,37 @@ class Trainer:
         check(isinstance(config, Config), f"config is a {type(config).__name__}: expected Config")
         self.config = config
         self._world = world()
-        self._length_given = any(
-            (config.train_iters is not None, config.train_samples, config.train_tokens)
-        )
+        self._nodes = find_nodes(self._world)
         self._arrays: dict[str, TokenArrays] = {}
         self._end: int | None = None  # iterations of the run, where that is known
         self._saving: BackgroundSave | None = None
         self._stepping = False
         self._trained = False
-        self._carried: Path | None = None
+        self._log = StartLog(note=self._note)
+        lengths = (config.train_iters is not None, config.train_samples, config.train_tokens)
         with everywhere():
             check_flags(config)
-            given = self._with_data(config.run, data, valid)
-        plan, lines = check_run(self._with_length(given, NO_END), self._world, self._arrays)
-        run = replace(plan.config, training=given.training)
-        run, self._tokenizer = resolve_vocabulary(run, self._world)
-        self._plan = replace(plan, config=run)
+            run = self._with_data(config.run, data, valid)
+        checked = run
+        if not any(lengths):
+            checked = replace(run, training=replace(run.training, train_iters=NO_END))
+        plan, lines = check_run(checked, self._world, self._arrays)
+        plan = replace(plan, open_ended=not any(lengths)).lasting(1)
         self._warn(*trainer_notes(config, data is not None), *lines)
         if local := run.output.save_local:
-            leads = find_nodes(self._world).leads
-            check_writable(
-                local, self._world, "--save-local", ranks=(self._world.rank,) if leads else ()
-            )
+            ranks = (self._world.rank,) if self._nodes.leads else ()
+            check_writable(local, self._world, "--save-local", ranks=ranks)
         self._timer = runtime.ExitTimer(run.training.exit_duration_in_mins)
-        start = config_start(self._plan, self._world)
-        self._build(start.resume if start.found else None)
-        self._begin(start)
+        find = partial(find_sources, world=self._world)
+        plan, sources = resolve_start(plan, self._world, self._nodes, find)
+        self._tokenizer = sources.tokenizer
+        self._assemble(plan, sources)
 
     # Building ---------------------------------------------------------------------------------------------------------------------
 
     @property
     def _run(self) -> RunConfig:
-        return self._plan.config
+        return self._trainer.run
 
     def _warn(self, *notes: str) -> None:
         if self._world.rank > 0:
@@ -152,6 +148,11 @@ class Trainer:
         for note in notes:
             said = note.removeprefix(NOTE).removeprefix(WARNING)
             warnings.warn(said, stacklevel=level + 1)
+
+    def _note(self, *lines: str) -> None:
+        """Warn of the lines of a start that name what a user may not expect."""
+        noted = [line for line in lines if line.startswith((NOTE, WARNING))]
+        self._warn(*(line for line in noted if not _names_arrays(line)))
 
     def _event(self, iteration: int, line: str) -> None:
         self._warn(line)
@@ -209,92 +210,52 @@ class Trainer:
             self._arrays[named] = TokenArrays(source, named)
         return (named,)
 
-    def _with_length(self, run: RunConfig, iterations: int) -> RunConfig:
-        if self._length_given:
-            return run
-        return replace(run, training=replace(run.training, train_iters=iterations))
+    def _assemble(self, plan: Plan, sources: Sources) -> None:
+        """Build this rank's trainer, open its data, and load its weights. Collective.
 
-    def _lasting(self, iterations: int) -> Plan:
-        return replace(self._plan, config=self._with_length(self._run, iterations))
-
-    def _build(self, resume: Resume | None = None) -> None:
-        """Build this rank's trainer and open its data. Collective."""
-        resume = resume or Resume()
-        world = self._world
-        nodes = find_nodes(world)
+        plan: an open-ended one lasts one iteration
+        """
+        resume = sources.resume
         with everywhere():
-            plan = MachineLimits(world, nodes).resolve(self._lasting(1))
-            check_memory(plan, world, nodes)
-        run = plan.config
-        train_iters = self._run.training.train_iters
-        self._plan = replace(
-            plan, config=replace(run, training=replace(run.training, train_iters=train_iters))
-        )
-        self._communicators = connect(plan, world, nodes)
-        plan = plan.resumed(resume.progress.iteration, resume.progress.consumed_samples)
+            check_memory(plan, self._world, self._nodes)
+        resumed = resumed_plan(plan, resume)
         train_samples = 1
-        if self._length_given:
-            train_samples = plan.length.train_samples
-            self._end = plan.length.iterations
+        if not plan.open_ended:
+            train_samples = resumed.length.train_samples
+            self._end = resumed.length.iterations
         self._evaluations = 1
         if "eval_interval" in self.config.given:
-            self._evaluations = max(1, plan.evaluations(self._end or 0))
-        valid_samples = plan.valid_samples(self._evaluations)
-        data = self._open(train_samples, valid_samples, resume.order)
-        self._warn(*lost_lines(*data))
-        self._opened = self._length_opened(data[0])
-        self._opened_order = resume.order.train or (train_samples if self._length_given else None)
-        lasting = self._lasting(NO_END)
-        endless = replace(lasting, config=with_padding(lasting.config, resume))
-        built = build(
-            endless, self._communicators, data, resume, Heartbeat(), say=lambda *lines: None
+            self._evaluations = max(1, resumed.evaluations(self._end or 0))
+        valid_samples = resumed.valid_samples(self._evaluations)
+        sources = replace(
+            sources,
+            tokenizer=self._tokenizer,
+            arrays=self._arrays,
+            samples=(train_samples, valid_samples),
         )
-        trainer = built.trainer
-        self._checksums = built.observers.checksums
-        self._valid_sizes = built.valid_sizes
-        if run.numbers.rerun_on_spike:
+        assembly = assemble(
+            resumed.lasting(NO_END), self._world, self._nodes, sources=sources, log=self._log
+        )
+        trainer = assembly.trainer
+        if resumed.config.numbers.rerun_on_spike:
             trainer.before_update = Rerun(trainer, self._event).before_update
-        trainer.tokenizer = self._tokenizer
-        trainer.order = resume.order.or_else(self._opened_order, valid_samples)
         self._trainer = trainer
+        self._assembly = assembly
+        self._opened = self._length_opened(trainer.train)
+        self._opened_order = resume.order.train or (None if plan.open_ended else train_samples)
+        if resume.iteration is None:
+            trainer.order = resume.order.or_else(self._opened_order, valid_samples)
+        self._begin(plan, sources)
 
-    def _begin(self, start: Start) -> None:
-        """Load weights or checkpoints. Collective."""
-        trainer = self._trainer
-        resume = start.resume
+    def _begin(self, plan: Plan, sources: Sources) -> None:
+        """Note what the loaded weights decide."""
         keeps = self._run.optimizer.use_checkpoint_opt_param_scheduler
-        self._scheduled = keeps and resume.iteration is not None
-        self._plan = replace(self._plan, config=replace(self._run, output=start.run.output))
-        trainer.plan = replace(trainer.plan, config=replace(trainer.run, output=start.run.output))
-        self._weightless = self._run.lora.on
-        self._carried = start.carried
-        saved = resume.state.get("tokenizer")
-        notes = tokenizer_notes(self._run, self._tokenizer, saved, self._world)
-        if start.weights is not None:
-            trainer.start_from(start.weights.dtypes, start.weights.read)
-        elif start.found:
-            schedule = trainer.param_schedule
-            trainer.param_schedule = self._comparable(schedule, resume)
-            lines = resume_training(trainer, resume)
-            notes += [line for line in lines if line.startswith(NOTE) and not _names_arrays(line)]
-            if not self._scheduled:
-                trainer.param_schedule = schedule
-        if resume.iteration is not None:
-            trainer.order = resume.order
-        trainer.tokenizer = self._tokenizer or saved
-        if start.found:
-            self._weightless = False
-        if self._length_given:
+        self._scheduled = keeps and sources.resume.iteration is not None
+        self._plan = plan
+        self._sources = replace(sources, resume=Resume(), weights=None)
+        self._weightless = self._run.lora.on and not sources.found
+        if not plan.open_ended:
             self._end = self._length().iterations
-        self._warn(*notes)
-
-    def _comparable(self, schedule: ParamSchedule, resume: Resume) -> ParamSchedule:
-        """Return the schedule to compare; a run without a length takes the saved length."""
-        saved = resume.state.get("param_schedule")
-        if self._length_given or not saved:
-            return schedule
-        names = ("warmup_samples", "decay_samples", "total_samples", "wsd_samples")
-        return replace(schedule, **{name: saved[name] for name in names if name in saved})
 
     def _check_weights(self) -> None:
         with everywhere():
@@ -305,17 +266,6 @@ class Trainer:
                 "pretrained_checkpoint to Config, or call Trainer.load before",
             )
 
-    def _open(self, samples: int, valid_samples: int | None, order: DataOrder) -> Data:
-        return open_data(
-            self._plan,
-            self._communicators.groups,
-            (samples, valid_samples),
-            self._communicators.readers,
-            self._arrays,
-            self._tokenizer,
-            order,
-        )
-
     def _length_opened(self, dataset: Dataset | None) -> int:
         """Return the open training data's samples. Collective."""
         own = torch.tensor(0 if dataset is None else len(dataset))
@@ -323,7 +273,7 @@ class Trainer:
 
     def _length(self) -> Length:
         progress = self._trainer.progress
-        plan = self._lasting(self._end or 0)
+        plan = self._trainer.plan.lasting(self._end or 0)
         return plan.resumed(progress.iteration, progress.consumed_samples).length
 
     # Training ---------------------------------------------------------------------------------------------------------------------
@@ -357,12 +307,12 @@ class Trainer:
         """Extend run and data for `count` steps; return the last iteration."""
         trainer = self._trainer
         end = self._end if count is None else self.iteration + count
-        if end is None or count is None and not self._length_given:
+        if end is None or count is None and self._plan.open_ended:
             raise ValueError(
                 "steps() goes to the end of the run, which is not known: pass a number to steps, or train_iters to "
                 "Config"
             )
-        if not self._length_given:
+        if self._plan.open_ended:
             self._lengthen(end)
         check(
             self._end is None or end <= self._end,
@@ -374,7 +324,10 @@ class Trainer:
         if needed > self._opened or order.train != self._opened_order:
             trainer.close()
             trainer.check_data()  # the files are opened anew
-            trainer.train = self._open(needed, 0, order)[0]
+            resume = Resume(state={"data_order": order._asdict()})
+            sources = replace(self._sources, resume=resume, samples=(needed, 0))
+            assembly = self._assembly
+            trainer.train = open_data(trainer.plan, assembly.groups, sources, assembly.readers)[0]
             self._opened = self._length_opened(trainer.train)
             self._opened_order = order.train
         return end
@@ -392,8 +345,7 @@ class Trainer:
             "the first steps(): pass Config train_iters, or lr_decay_style constant",
         )
         trainer = self._trainer
-        run = self._with_length(self._run, end)
-        trainer.plan = replace(trainer.plan, config=replace(trainer.run, training=run.training))
+        trainer.plan = trainer.plan.lasting(end)
         if not self._scheduled:
             trainer.param_schedule = trainer.plan.param_schedule
         self._end = end
@@ -442,7 +394,8 @@ class Trainer:
 
     def _check_machine(self, iteration: int) -> None:
         """Check matmuls and replicas if the config asks. Collective."""
-        if self._checksums and (text := self._checksums.report(self._world)):
+        checksums = self._assembly.observers.checksums
+        if checksums and (text := checksums.report(self._world)):
             self._event(iteration, f"wrong matmul in iteration {iteration}: {text}")
         interval = self._run.numbers.check_weight_hash_across_dp_replicas_interval
         if interval and iteration % interval == 0:
@@ -465,7 +418,7 @@ class Trainer:
         evaluations as in the command, any other run has one.
         """
         run = self._run
-        sizes = self._valid_sizes
+        sizes = self._assembly.valid_sizes
         with everywhere():
             self._check_weights()
             check(
@@ -523,7 +476,7 @@ class Trainer:
 
     def _carry_files(self, directory: str) -> None:
         """Copy the model's tokenizer files. Collective."""
-        source = self._carried
+        source = self._sources.carried
         if source is not None:
             copy = shutil.copytree if source.name == CARRIED else carry
             carry_files(source, directory, self._world, copy)
@@ -544,22 +497,33 @@ class Trainer:
         Raise ValueError on every rank for files that are missing, damaged or of another architecture.
         """
         self._finish_save()
-        start = load_start(self._plan, os.fspath(directory), self._world, ckpt_step, weights_only)
-        self._rebuild(start.resume)
-        self._begin(start)
+        plan, sources = find_in(
+            self._plan, os.fspath(directory), self._world, ckpt_step, weights_only
+        )
+        resume = sources.resume
+        trainer = self._trainer
+        self._weightless = self._run.lora.on
+        if self._needs_other(plan, resume):
+            trainer.close()
+            self._assemble(plan, sources)
+            return
+        trainer.plan = replace(trainer.plan, config=replace(trainer.run, output=plan.config.output))
+        saved = resume.state.get("tokenizer")
+        self._note(*tokenizer_notes(trainer.run, self._tokenizer, saved, self._world))
+        load_weights(trainer, replace(sources, tokenizer=self._tokenizer), self._log)
+        if resume.iteration is not None:
+            trainer.order = resume.order
+        self._begin(plan, sources)
 
-    def _rebuild(self, resume: Resume) -> None:
-        """Rebuild after training, or for other kernels or padding. Collective."""
-        run = with_padding(self._run, resume)
+    def _needs_other(self, plan: Plan, resume: Resume) -> bool:
+        """Return True if the weights need another trainer: after training, or for other kernels or padding."""
+        run = with_padding(plan.config, resume)
         saved = resume.state.get("kernels")
         trainer = self._trainer
         other = run.system.kernels == "auto" and saved not in (None, trainer.ops.choice)
         begins = resume.iteration is None or run.optimizer.no_load_optim
         used = begins and trainer.progress.iteration > 0
-        if not other and not used and run.model.masks_padding == trainer.run.model.masks_padding:
-            return
-        trainer.close()
-        self._build(resume)
+        return other or used or run.model.masks_padding != trainer.run.model.masks_padding
 
     def close(self) -> None:
         """Stop reading ahead, and wait for a save in the background. Collective."""

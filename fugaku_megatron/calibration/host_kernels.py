@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ..cli.arguments import make_run
 from ..comm.base import SoloComm
-from ..comm.grid import Grid
 from ..config.model import ModelConfig
 from ..config.run_config import RunConfig
 from ..costs.attention import ATTENTION_BACKWARD_SHARE, causal_attention_flops
@@ -25,7 +24,7 @@ from ..host import kernels
 from ..host.timing import best_seconds
 from ..planner import model, software
 from ..planner.machine import FP32, INT8
-from ..training.trainer import Trainer
+from ..run.assemble import build_trainer
 
 HEADS = 12
 HEAD_SIZE = 64
@@ -140,9 +139,7 @@ def _step_seconds(run: RunConfig) -> float:
     train, valid = (
         MockDataset(TINY["vocab_size"], run.model.seq_length, 1024, seed) for seed in (1, 2)
     )
-    plan = Plan.of(run, 1)
-    groups = Grid(*plan.layout.sizes).groups(SoloComm())
-    trainer = Trainer(plan, SoloComm(), groups, train, valid)
+    trainer = build_trainer(Plan.of(run, 1), SoloComm(), (train, valid))
     try:
         return statistics.median(trainer.train_step().seconds for _ in range(STEPS))
     finally:

@@ -52,6 +52,7 @@ class Plan:
 
     choices: the log's lines about automatic choices, which `MachineLimits.resolve` makes
     iteration, consumed_samples: the run begins here
+    open_ended: no flag sets the length; `lasting` lengthens the run
 
     Values are computed at their first use.
     """
@@ -61,6 +62,7 @@ class Plan:
     choices: tuple[str, ...] = ()
     iteration: int = 0
     consumed_samples: int = 0
+    open_ended: bool = False
 
     @staticmethod
     def of(config: RunConfig, world_size: int) -> Plan:
@@ -69,6 +71,13 @@ class Plan:
 
     def resumed(self, iteration: int, consumed_samples: int) -> Plan:
         return replace(self, iteration=iteration, consumed_samples=consumed_samples)
+
+    def lasting(self, iterations: int) -> Plan:
+        """Return the plan with so many iterations, if no flag sets the run's length."""
+        if not self.open_ended:
+            return self
+        training = replace(self.config.training, train_iters=iterations)
+        return replace(self, config=replace(self.config, training=training))
 
     @cached_property
     def global_batch_size(self) -> int:

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from ..comm.agreement import on_root
 from ..comm.base import Comm, SoloComm
-from ..comm.grid import Groups
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..costs.plan import Plan
-from ..nn.ops import Ops
+from ..data.dataset import Dataset
 from ..optim.muon import Muon
 from ..training.trainer import Trainer
 from .compare import Comparison, Difference, Tolerance
@@ -45,11 +44,8 @@ TRIES = 64  # small runs of which one with every path is sought
 COLUMNS = f"  {'tensors':<30} {'number':>7}  {'error':>8}  {'allowed':>8}  largest error"
 
 
-class Tools(NamedTuple):
-    """Parts of a run that the machine decides: its operations and its communicators."""
-
-    build_ops: Callable[[RunConfig], Ops]
-    connect: Callable[[Layout, Comm], Groups]
+# Build an unobserved trainer on a plan's ranks, with training and validation samples. Collective.
+Build = Callable[[Plan, Comm, tuple[Dataset, Dataset]], Trainer]
 
 
 class Files(NamedTuple):
@@ -82,7 +78,7 @@ class Report:
 
 
 def check_layout(
-    run: RunConfig, layout: Layout, world: Comm, tools: Tools, files: Files = NO_FILES
+    run: RunConfig, layout: Layout, world: Comm, build: Build, files: Files = NO_FILES
 ) -> Report:
     """Train small copies of a run in its layout and on one rank, and compare them. Collective.
 
@@ -96,11 +92,11 @@ def check_layout(
     report = Report()
     unchecked = left_out(run, small.run)
     if checked:
-        small, lacking = _with_most_paths(run, layout, comm, tools)
+        small, lacking = _with_most_paths(run, layout, comm, build)
         unchecked += lacking
         for each in formats(small.run):
             lines = report.lines
-            report = _compared(Small(each, small.layout), comm, tools, files)
+            report = _compared(Small(each, small.layout), comm, build, files)
             # The ranks may share one report.
             report = replace(report, lines=lines + report.lines)
             if not report.agrees:
@@ -117,7 +113,7 @@ def check_layout(
 
 
 def _with_most_paths(
-    run: RunConfig, layout: Layout, comm: Comm, tools: Tools
+    run: RunConfig, layout: Layout, comm: Comm, build: Build
 ) -> tuple[Small, list[str]]:
     """Return the first small run in which every rank has every path, or the first one, and the paths that ranks lack. Collective."""
     first = shrink(run, layout)
@@ -125,7 +121,7 @@ def _with_most_paths(
         return first, []
     lacking: list[str] = []
     for small in islice(small_runs(run, layout), TRIES):
-        with contextlib.closing(_trainer(small, comm, tools)) as trainer:
+        with contextlib.closing(_trainer(small, comm, build)) as trainer:
             found = lacking_paths(trainer, comm)
         if not found:
             return small, []
@@ -158,19 +154,19 @@ def _result(report: Report, small: Small, seconds: float, files: Files) -> str:
     return f"the layout trains as {reference} ({seconds:.1f} s)"
 
 
-def _compared(small: Small, comm: Comm, tools: Tools, files: Files) -> Report:
+def _compared(small: Small, comm: Comm, build: Build, files: Files) -> Report:
     """Compare one number format. Collective."""
     report = Report()
     name = _format(small.run)
     with _shared_folder(comm, files.folder) as directory:
-        pieces, unloadable = _record(small, comm, tools, directory)
+        pieces, unloadable = _record(small, comm, build, directory)
         ranks = comm.gather_object(pieces)
         on_root(comm, lambda: _write(files.record, name, ranks or []))
         against = on_root(comm, lambda: _read(files.against, name))
         if ranks is not None:
             comparison = Comparison(Tolerance.of(small.run))
             if files.against is None:
-                report.problem = _compare_alone(small, ranks, comparison, tools, directory)
+                report.problem = _compare_alone(small, ranks, comparison, build, directory)
                 if comparison.first is None:
                     report.problem = report.problem or unloadable
             else:
@@ -207,14 +203,14 @@ def _compare_alone(
     small: Small,
     ranks: list[list[Piece]],
     comparison: Comparison,
-    tools: Tools,
+    build: Build,
     directory: Path,
 ) -> str | None:
     """Train on one rank and compare. Return the reason if the layout's checkpoint does not load."""
     run = on_one_rank(small.run)
     alone = Small(run, Layout.from_run(run, 1))
     with contextlib.closing(
-        _trainer(Small(with_other_kernels(run), alone.layout), SoloComm(), tools)
+        _trainer(Small(with_other_kernels(run), alone.layout), SoloComm(), build)
     ) as trainer:
         if isinstance(trainer.optimizer.matrices, Muon):
             trainer.optimizer.matrices.update_as(small.layout.tp)
@@ -229,14 +225,14 @@ def _compare_alone(
     first = comparison.first
     if first is None or first.point.order > Point(SAVED, CHECKPOINT, "").order:
         try:
-            comparison.add([_loaded(alone, tools, directory)], saved)
+            comparison.add([_loaded(alone, build, directory)], saved)
         except ValueError as error:
             return f"the checkpoint of the layout does not load on one rank: {error}"
     return None
 
 
-def _loaded(alone: Small, tools: Tools, directory: Path) -> list[Piece]:
-    with contextlib.closing(_trainer(alone, SoloComm(), tools)) as trainer:
+def _loaded(alone: Small, build: Build, directory: Path) -> list[Piece]:
+    with contextlib.closing(_trainer(alone, SoloComm(), build)) as trainer:
         trainer.load(str(directory))
         return _checkpoint_pieces(trainer, CHECKPOINT)
 
@@ -256,23 +252,22 @@ def _loaded_pieces(trainer: Trainer) -> list[Piece]:
     return states + _checkpoint_pieces(trainer, LOADED)
 
 
-def _trainer(small: Small, world: Comm, tools: Tools) -> Trainer:
+def _trainer(small: Small, world: Comm, build: Build) -> Trainer:
     run, layout = small
     samples = samples_of(run, (ITERATIONS + 1) * layout.global_batch_size(run))
-    groups = tools.connect(layout, world)
-    return Trainer(Plan(run, layout), world, groups, samples, samples, ops=tools.build_ops(run))
+    return build(Plan(run, layout), world, (samples, samples))
 
 
 def _record(
-    small: Small, comm: Comm, tools: Tools, directory: Path
+    small: Small, comm: Comm, build: Build, directory: Path
 ) -> tuple[list[Piece], str | None]:
     """Return this rank's tensors of the small run, saved and continued, or the reason if it does not load. Collective."""
-    with contextlib.closing(_trainer(small, comm, tools)) as trainer:
+    with contextlib.closing(_trainer(small, comm, build)) as trainer:
         recorder = Recorder(trainer)
         recorder.train(SAVED)
         trainer.save(str(directory))
     pieces = recorder.pieces
-    with contextlib.closing(_trainer(small, comm, tools)) as trainer:
+    with contextlib.closing(_trainer(small, comm, build)) as trainer:
         try:
             trainer.load(str(directory))
         except ValueError as error:

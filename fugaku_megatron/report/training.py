@@ -16,18 +16,15 @@ from typing import Any
 
 from ..cli.arguments import make_run
 from ..comm.base import Comm
-from ..comm.grid import Grid
-from ..comm.node import share_groups
 from ..config.run_config import RunConfig
 from ..costs.flops import model_flops
 from ..costs.plan import Plan
 from ..data.dataset import MockDataset
-from ..host import kernels
 from ..host.cgroup import read_text
 from ..host.timing import seconds
-from ..nn.ops import Ops
 from ..planner import machine, model, software
 from ..planner.system import System
+from ..run.assemble import build_trainer
 from ..text.named_files import JsonObject
 from ..training.trainer import Trainer
 from .context import Context
@@ -56,20 +53,10 @@ def gpt2(context: Context, **changes: Any) -> RunConfig:
 
 def make_trainer(run: RunConfig, comm: Comm) -> Trainer:
     """Build a trainer on random tokens over all ranks, with native kernels. Collective."""
-    parallel = run.parallel
     shape = run.model
     assert shape.vocab_size is not None
-    groups = share_groups(
-        Grid(comm.size, parallel.tensor_model_parallel_size, 1).groups(comm), kernels
-    )
-    return Trainer(
-        Plan.of(run, comm.size),
-        comm,
-        groups,
-        MockDataset(shape.vocab_size, shape.seq_length, 1 << 16, 1),
-        None,
-        ops=Ops.build("native"),
-    )
+    train = MockDataset(shape.vocab_size, shape.seq_length, 1 << 16, 1)
+    return build_trainer(Plan.of(run, comm.size), comm, (train, None))
 
 
 def rank_bytes(run: RunConfig, ranks: int) -> float:

@@ -13,10 +13,8 @@ from ..costs.plan import Plan
 from ..costs.run_schedule import recompute_name
 from ..costs.sizes import sequence_shards, vocabulary_text
 from ..costs.stages import model_parameters
-from ..data.chat.chat_dataset import lost_lines, packing_lines
 from ..host.machine import fma_peak_gflops
 from ..observe.log.run_log import format_run
-from .data import Data
 
 # Share of the FP32 peak of multiply-adds that an iteration reaches: at best, and if little fits the caches.
 FMA_SHARE = (0.8, 0.3)
@@ -36,22 +34,6 @@ def iteration_line(plan: Plan) -> str:
 
 def short_seconds(value: float) -> str:
     return f"{value:.2g} s" if value < 100 else f"{value / 60:.0f} min"
-
-
-def data_lines(plan: Plan, data: Data, ordered: bool) -> list[str]:
-    """Return the log's lines about this rank's data sets.
-
-    ordered: --skip-samples cannot change the checkpoint's sample order
-    """
-    train, valid = data
-    lines = [
-        data_line(train),
-        *packing_lines(train),
-        *lost_lines(train, valid),
-        validation_line(valid),
-        None if ordered else skip_line(plan.config, train),
-    ]
-    return [line for line in lines if line]
 
 
 def data_line(train: Any) -> str | None:

@@ -12,19 +12,14 @@ import torch
 from .. import _kernels
 from ..comm.agreement import everywhere, find_nodes, ranks_by_value
 from ..comm.base import Comm
-from ..comm.grid import Grid, Groups
-from ..comm.node import share_groups
-from ..config.layout import Layout
 from ..config.recipes import GPT2_VOCABULARY
 from ..config.run_config import RunConfig
 from ..costs.plan import Plan
 from ..host import kernels
-from ..layout_check.check import Files, Report, Tools, check_layout
-from ..nn.ops import FAMILIES, Ops
+from ..layout_check.check import Files, Report, check_layout
 from ..start.exit_codes import ExitCode
-from .kernel_choice import build_ops
+from .assemble import build_trainer, configure_process
 from .limits import MachineLimits
-from .start import configure_process
 
 
 class LayoutDiffers(RuntimeError):
@@ -32,17 +27,6 @@ class LayoutDiffers(RuntimeError):
 
     exit_code = ExitCode.LAYOUT_DIFFERS
     everywhere = True  # rank 0 alone reports it
-
-
-def small_ops(run: RunConfig) -> Ops:
-    """Build a small run's operations; its shapes are too small to choose kernels by time."""
-    backend = "torch" if run.system.kernels == "torch" else "native"
-    return build_ops(run, dict.fromkeys(FAMILIES, backend))
-
-
-def connect(layout: Layout, world: Comm) -> Groups:
-    """Build the groups of a layout, as a run does. Collective."""
-    return share_groups(Grid(*layout.sizes).groups(world), kernels)
 
 
 def library_versions(world: Comm) -> dict[str, str]:
@@ -94,7 +78,7 @@ def check_run_layout(run: RunConfig, world: Comm, files: Files) -> Report:
             plan.config,
             plan.layout,
             world,
-            tools=Tools(small_ops, connect),
+            build=build_trainer,
             files=files._replace(folder=folder),
         )
     if world.rank == 0:

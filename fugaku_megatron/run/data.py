@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 
 from ..comm.agreement import Nodes, everywhere
 from ..comm.base import Comm
 from ..comm.grid import Groups
 from ..config.run_config import RunConfig
 from ..costs.plan import Plan
-from ..data.dataset import NEW_ORDER, DataOrder, Dataset, MockDataset, ValidationSets
+from ..data.dataset import Dataset, MockDataset, ValidationSets
 from ..data.index_cache import IN_MEMORY, IndexCache
 from ..data.marks import mark
 from ..data.reader_group import ReaderGroup, build_reader_group
-from ..data.token_arrays import TokenArrays
 from ..host.allocator import node_bytes
-from ..text.named_files import JsonObject
 from ..training.micro_batches import datasets_of, reads_data
+from .sources import Sources
 from .tokenizer import end_of_document
 
 # Training and validation samples, on the ranks that read them.
@@ -48,57 +46,26 @@ def find_reader_group(plan: Plan, groups: Groups, nodes: Nodes) -> ReaderGroup |
     return build_reader_group(groups.world, nodes, groups.data_rank, reads)
 
 
-def build_data(
-    plan: Plan,
-    groups: Groups,
-    readers: ReaderGroup | None = None,
-    tokenizer: JsonObject | None = None,
-    order: DataOrder = NEW_ORDER,
+def open_data(
+    plan: Plan, groups: Groups, sources: Sources, readers: ReaderGroup | None = None
 ) -> Data:
-    """Open training and validation samples on the ranks that read data; (None, None) elsewhere.
+    """Open training and validation samples on the ranks that read data; (None, None) elsewhere, and for 0 samples.
     Collective.
 
     readers: without them every rank that needs data reads
     """
-    length = plan.length
-    if plan.config.training.skip_train:  # validation data has the order of one evaluation
-        order = order._replace(valid=None)
-    samples = (length.train_samples, length.valid_samples)
-    return open_data(plan, groups, samples, readers, tokenizer=tokenizer, order=order)
-
-
-def open_data(
-    plan: Plan,
-    groups: Groups,
-    samples: tuple[int, int | None],
-    readers: ReaderGroup | None = None,
-    arrays: Mapping[str, TokenArrays] | None = None,
-    tokenizer: JsonObject | None = None,
-    order: DataOrder = NEW_ORDER,
-) -> Data:
-    """Open training and validation samples as `build_data` does; no set for 0 samples.
-
-    samples: training, validation; None: every validation sample once
-    arrays: documents in memory, by their names in the data flags
-    """
     run = plan.config
-    train, valid = _open(plan, groups, samples, readers, arrays or {}, order)
+    train, valid = _open(plan, groups, sources, readers)
     if not run.data.marks_documents:
         return train, valid
-    eod = end_of_document(run.data, tokenizer)
+    eod = end_of_document(run.data, sources.tokenizer)
     masks_loss = run.data.eod_mask_loss
     return mark(train, eod, masks_loss), mark(valid, eod, masks_loss)
 
 
-def _open(
-    plan: Plan,
-    groups: Groups,
-    samples: tuple[int, int | None],
-    readers: ReaderGroup | None,
-    arrays: Mapping[str, TokenArrays],
-    order: DataOrder,
-) -> Data:
+def _open(plan: Plan, groups: Groups, sources: Sources, readers: ReaderGroup | None) -> Data:
     run = plan.config
+    samples = sources.samples or (plan.length.train_samples, plan.length.valid_samples)
     reads = readers.reads if readers else reads_data(run, groups)
     reading = groups.world.split(0 if reads else 1, groups.world.rank)
     if not reads:
@@ -112,6 +79,10 @@ def _open(
             for number, count in enumerate(samples)
         )
         return train, valid
+    order = sources.resume.order
+    if run.training.skip_train:  # validation data has the order of one evaluation
+        order = order._replace(valid=None)
+    arrays = sources.arrays
     in_memory = sys.maxsize if arrays else IN_MEMORY  # arrays have no file to keep an index next to
     cache = IndexCache(run.data.data_cache_path, in_memory)
     begun = (*order, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..checkpoint.load import Checkpoint
@@ -122,6 +123,10 @@ def moment_notes(run: RunConfig, resume: Resume) -> list[str]:
 def schedule_note(requested: ParamSchedule, trainer: Trainer, resume: Resume) -> list[str]:
     """Return a note if the learning-rate schedule restarts or differs from the saved schedule."""
     state = resume.state.get("param_schedule")
+    if state and trainer.plan.open_ended:  # the length is not known yet
+        names = ("warmup_samples", "decay_samples", "total_samples", "wsd_samples")
+        length = {name: state[name] for name in names if name in state}
+        requested = replace(requested, **length)
     samples = resume.progress.scheduled_samples
     optimizer = trainer.run.optimizer
     first = f"the schedule of the learning rate begins anew, at {requested.learning_rate(0):.3e}"

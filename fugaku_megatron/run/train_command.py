@@ -154,7 +154,7 @@ def _train(arguments: Arguments) -> int:
 
 
 def _pretrain(arguments: Arguments, world: Comm, watchdog: Watchdog) -> None:
-    from .start import pretrain
+    from .pretrain import pretrain
 
     pretrain(arguments, world, watchdog)
 

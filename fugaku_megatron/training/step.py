@@ -152,6 +152,8 @@ class StepExecutor:
         if not torch.is_grad_enabled():
             return self.outputs.pop(key)
         values = self.outputs[key].detach()
+        # Backward needs the output's graph, not its values: without `.data`, the graph would keep them until then,
+        # for as many micro-batches as are in flight. Megatron-LM's deallocate_output_tensor frees them in the same way.
         self.outputs[key].data = values.new_empty(1)
         return values
 

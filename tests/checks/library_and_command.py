@@ -12,13 +12,14 @@ import torch
 import fugaku_megatron as fm
 from fugaku_megatron.api import trainer as process
 from fugaku_megatron.cli.arguments import build_parser, interpret
+from fugaku_megatron.comm.agreement import find_nodes
 from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.config.fields import flag_words
-from fugaku_megatron.observe.export.telemetry import Telemetry
 from fugaku_megatron.observe.hang.watchdog import Watchdog
-from fugaku_megatron.run import checks
-from fugaku_megatron.run import start as start_module
+from fugaku_megatron.run.assemble import StartLog, assemble
+from fugaku_megatron.run.checks import check_run
 from fugaku_megatron.run.loop import Session
+from fugaku_megatron.run.pretrain import find_sources, open_session
 from fugaku_megatron.run.train_command import with_checkpoint_model
 from fugaku_megatron.training import trainer as trainer_module
 from tests.checks.library import FLAGS
@@ -29,17 +30,18 @@ Losses = list[float]
 
 
 def command(world: Comm, **flags: Any) -> Losses:
-    """Run the command from its first check on, and return losses, gradient norms and validation losses."""
+    """Assemble and run as the command does, and return losses, gradient norms and validation losses."""
     words = [
         word
         for name, value in {**RUN, **flags}.items()
         for word in (flag_words(name, value) if value is not None else ())
     ]
     arguments = interpret(with_checkpoint_model(vars(build_parser().parse_args(words))))
-    plan, lines = checks.check_run(arguments.run, world)
-    session = start_module.start(
-        plan, (*arguments.notes, *lines), world, Watchdog.off(), Telemetry()
-    )
+    plan, _ = check_run(arguments.run, world)
+    nodes = find_nodes(world)
+    plan, sources = find_sources(plan, world, nodes)
+    assembly = assemble(plan, world, nodes, sources)
+    session = open_session(assembly, nodes, Watchdog.off(), StartLog())
     losses: Losses = []
     step = session.trainer.train_step
 
@@ -83,12 +85,10 @@ def trainer_of(world: Comm, data=None, valid=None, **flags: Any) -> fm.Trainer:
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch):
-    """Run ranks as threads, with a command that leaves the process as the library does."""
+    """Run ranks as threads, and draw no pictures."""
     torch.set_num_threads(1)
     monkeypatch.setattr(process, "world", lambda: getattr(RANK, "world", None) or SoloComm())
-    monkeypatch.setattr(start_module, "configure_process", lambda *_: "")
     monkeypatch.setattr(Session, "_draw", lambda *_: None)
-    monkeypatch.setattr(start_module, "iteration_line", lambda *_: "")  # which measures the machine
 
 
 MOE = {
@@ -236,5 +236,5 @@ WITHIN_THE_RUN = set(
     fp32_matmul quick_geglu glu_linear_offset activation_func_clamp_value xielu softmax_type
     """.split()
 )
-# Fields of Trainer.save: tests/api/test_start.py.
+# Fields of Trainer.save: tests/api/test_sources.py.
 OF_SAVES = {"save_retain_interval", "no_save_optim", "keep_last", "save_local", "async_save"}

@@ -15,7 +15,8 @@ from fugaku_megatron.costs.plan import Plan
 from fugaku_megatron.data.build import Builder, build_datasets, build_separate_datasets
 from fugaku_megatron.data.data_flags import parse_data_path, parse_split, split_documents
 from fugaku_megatron.data.dataset import BlendedDataset
-from fugaku_megatron.run.data import build_data
+from fugaku_megatron.run.data import open_data
+from fugaku_megatron.run.sources import Sources
 from tests.checks.corpus import write
 from tests.helpers import SMALL
 
@@ -142,7 +143,7 @@ def test_a_step_schedule_asks_for_what_it_takes_whatever_the_layout(flags, reque
     layout = Layout.from_run(run, ranks)
     end = run_length(run, layout.global_batch_size(run))
     assert end == (10, 88) and 10 * run.batch.micro_batch_size * layout.dp <= end[1]
-    train, valid = build_data(Plan(run, layout), Grid(1, 1, 1).groups(SoloComm()))
+    train, valid = open_data(Plan(run, layout), Grid(1, 1, 1).groups(SoloComm()), Sources())
     assert (len(train), len(valid)) == (requested, 3 * 3 * 12)
     schedule = ParamSchedule.from_run(run, layout.global_batch_size(run))
     assert schedule.decay_samples == (run.training.train_samples or 88), (
@@ -157,7 +158,9 @@ def test_validation_samples_of_a_run_that_trains_nothing(skip_train, evaluations
         None,
         {**SMALL, "train_iters": 10, "eval_iters": 4, "eval_interval": 5, "skip_train": skip_train},
     )
-    valid = build_data(Plan(run, Layout.from_run(run, 1)), Grid(1, 1, 1).groups(SoloComm()))[1]
+    valid = open_data(
+        Plan(run, Layout.from_run(run, 1)), Grid(1, 1, 1).groups(SoloComm()), Sources()
+    )[1]
     assert len(valid) == evaluations * 4 * 16
 
 
@@ -281,6 +284,6 @@ def test_a_run_reads_a_path_for_each_split(two):
     ]
     groups = Grid(1, 1, 1).groups(SoloComm())
     layout = Layout.from_run(arguments.run, 1)
-    train, valid = build_data(Plan(arguments.run, layout), groups)
+    train, valid = open_data(Plan(arguments.run, layout), groups, Sources())
     assert train.indexed.prefix == a and valid.indexed.prefix == b
-    assert build_data(Plan(parse(words).run, layout), groups)[1] is None
+    assert open_data(Plan(parse(words).run, layout), groups, Sources())[1] is None

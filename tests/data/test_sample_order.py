@@ -15,14 +15,15 @@ import pytest
 import fugaku_megatron as fm
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.comm.grid import Grid
-from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs.plan import Plan
 from fugaku_megatron.data.build import Builder, build_datasets, build_separate_datasets
 from fugaku_megatron.data.dataset import NEW_ORDER, DataOrder, Dataset
 from fugaku_megatron.data.index_cache import IndexCache
 from fugaku_megatron.data.indexed import IndexedDatasetWriter
-from fugaku_megatron.run.data import build_data
+from fugaku_megatron.run.checkpoint_source import Resume
+from fugaku_megatron.run.data import open_data
 from fugaku_megatron.run.resume import resume_training
+from fugaku_megatron.run.sources import Sources
 from tests.helpers import find_checkpoint, make_trainer, small_run
 
 pytestmark = pytest.mark.unit
@@ -180,7 +181,8 @@ def run_of(tmp_path, **changes):
 
 def data_of(run, order: DataOrder = NEW_ORDER):
     groups = Grid(1, 1, 1).groups(SoloComm())
-    return build_data(Plan(run, Layout.from_run(run, 1)), groups, order=order)
+    sources = Sources(Resume(state={"data_order": order._asdict()}))
+    return open_data(Plan.of(run, 1), groups, sources)
 
 
 def test_a_checkpoint_has_the_order_that_its_run_began_with(tmp_path):

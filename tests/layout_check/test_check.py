@@ -18,7 +18,7 @@ from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.layout_check import check as check_module
-from fugaku_megatron.layout_check.check import NO_FILES, Files, Report, Tools, check_layout
+from fugaku_megatron.layout_check.check import NO_FILES, Files, Report, check_layout
 from fugaku_megatron.layout_check.compare import Comparison, Tolerance
 from fugaku_megatron.layout_check.points import (
     BACKWARD,
@@ -42,7 +42,8 @@ from fugaku_megatron.nn.dropout_key import Dropout, DropoutKey
 from fugaku_megatron.nn.ops import loss
 from fugaku_megatron.optim import buckets, loss_scaler, muon, optimizer
 from fugaku_megatron.run import check_layout as check_layout_module
-from fugaku_megatron.run.check_layout import connect, differing_libraries, small_ops
+from fugaku_megatron.run.assemble import build_trainer
+from fugaku_megatron.run.check_layout import differing_libraries
 from fugaku_megatron.training import checkpoints, step, trainer
 from fugaku_megatron.training.micro_batches import MicroBatch, MicroBatchWindow
 from tests.campaigns.mutants.layouts import MOMENTS_IN_INT8
@@ -110,7 +111,7 @@ FORMATS = {
 def check(world: Comm, run: RunConfig, files: Files) -> Report:
     torch.set_num_threads(1)
     layout = Layout.from_run(run, world.size)
-    return check_layout(run, layout, world, Tools(small_ops, connect), files)
+    return check_layout(run, layout, world, build_trainer, files)
 
 
 def checked(layout: str, flags: dict[str, Any] | None = None, files: Files = NO_FILES) -> Report:

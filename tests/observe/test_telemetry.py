@@ -18,7 +18,7 @@ from fugaku_megatron.observe.export import telemetry as telemetry_module
 from fugaku_megatron.observe.export.telemetry import Otlp, Telemetry
 from fugaku_megatron.observe.hang.watchdog import Watchdog
 from fugaku_megatron.observe.log.iteration_metrics import IterationMetrics
-from fugaku_megatron.run import start as start_module
+from fugaku_megatron.run import pretrain as pretrain_module
 from fugaku_megatron.run.loop import Session
 from tests.threads import ThreadWorld
 
@@ -90,15 +90,17 @@ def collector(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch):
-    monkeypatch.setattr(start_module, "configure_process", lambda *_: "")
-    monkeypatch.setattr(start_module, "iteration_line", lambda *_: "")  # which measures the machine
+    monkeypatch.setattr(pretrain_module, "configure_process", lambda *_: "")
+    monkeypatch.setattr(
+        pretrain_module, "iteration_line", lambda *_: ""
+    )  # which measures the machine
     monkeypatch.setattr(Session, "_draw", lambda *_: None)
     yield
     logging.getLogger("opentelemetry").handlers = []
 
 
 def train(*words, world=None):
-    start_module.pretrain(parse([*WORDS, *words]), world or SoloComm(), Watchdog.off())
+    pretrain_module.pretrain(parse([*WORDS, *words]), world or SoloComm(), Watchdog.off())
 
 
 def test_a_collector_receives_the_figures_and_spans_under_megatrons_names(collector, tmp_path):
@@ -176,7 +178,7 @@ PLAIN = [word for word in WORDS if word != "--otel-enabled"]
 def test_variables_of_megatron_lm_are_flags(collector, monkeypatch):
     monkeypatch.setenv("NEMO_LENS_ENABLED", "1")
     monkeypatch.setenv("MEGATRON_OTEL_SPAN_GROUPS", "evaluate")
-    start_module.pretrain(parse(PLAIN), SoloComm(), Watchdog.off())
+    pretrain_module.pretrain(parse(PLAIN), SoloComm(), Watchdog.off())
     assert {span.name for span in collector.spans} == {
         "megatron.evaluate",
         "megatron.evaluate.step",

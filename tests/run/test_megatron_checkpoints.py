@@ -21,6 +21,7 @@ from fugaku_megatron.run import data as data_module
 from fugaku_megatron.run.checks import check_early, with_listed_data
 from fugaku_megatron.run.loop import Session
 from fugaku_megatron.run.resume import resume_training
+from fugaku_megatron.run.sources import Sources
 from fugaku_megatron.run.train_command import with_checkpoint_model
 from tests.helpers import (
     find_checkpoint,
@@ -191,8 +192,7 @@ def evaluated(
     valid = data_module.open_data(
         Plan(run, layout),
         grid_groups(world, run),
-        (64, Plan(run, layout).valid_samples(5)),
-        arrays=arrays,
+        Sources(arrays=arrays, samples=(64, Plan(run, layout).valid_samples(5))),
     )[1]
     sizes = data_module.valid_sizes(Plan(run, layout), valid, world)
     with closing(make_trainer(world, run)) as trainer:
@@ -247,8 +247,9 @@ def test_an_evaluation_takes_the_whole_validation_data(layout, sets, data, sizes
     whole = data_module.open_data(
         Plan.of(evaluated_run, 1),
         grid_groups(SoloComm(), run),
-        (64, None if data else 32),
-        arrays={name: documents(name) for name in "abc"},
+        Sources(
+            arrays={name: documents(name) for name in "abc"}, samples=(64, None if data else 32)
+        ),
     )[1]
     losses = [alone.evaluate([whole[i]], 0, 1) for i in range(len(whole))]
     first = 0

@@ -16,7 +16,6 @@ from fugaku_megatron.cli import program
 from fugaku_megatron.cli.arguments import build_parser, parse
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.batches import run_length
-from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.megatron_flags import OTHER_FLAGS, OtherFlag
 from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.costs.plan import Plan
@@ -25,6 +24,7 @@ from fugaku_megatron.observe.export.metrics_writer import LogOutputs, MetricsWri
 from fugaku_megatron.observe.export.writers import WandbRun, open_writers
 from fugaku_megatron.run import data as data_module
 from fugaku_megatron.run.loop import Session
+from fugaku_megatron.run.sources import Sources
 from fugaku_megatron.run.tokenizer import read_tokenizer, with_vocabulary
 from tests.checks.tokenizers import PIECES, TEXTS, write_sentencepiece
 from tests.helpers import build_trainer, find_checkpoint, grid_groups, make_trainer, small_run
@@ -446,7 +446,7 @@ def test_the_flags_of_a_production_script_and_a_sentencepiece_model_start_a_shru
         record = read_tokenizer(arguments.run, world)
         run = with_vocabulary(arguments.run, record)
         groups = grid_groups(world, run)
-        data = data_module.build_data(Plan(run, Layout.from_run(run, world.size)), groups)
+        data = data_module.open_data(Plan.of(run, world.size), groups, Sources())
         trainer = build_trainer(run, world, *data, groups=groups, tokenizer=record)
         iterations, _ = run_length(run, 8, 0, 0)
         printing = world.rank == 0

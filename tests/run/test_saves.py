@@ -18,7 +18,7 @@ from fugaku_megatron.costs.memory import stage_memory
 from fugaku_megatron.data import indexed
 from fugaku_megatron.observe.log import loss_plot
 from fugaku_megatron.pipeline.instructions import InFlight
-from fugaku_megatron.run import start as start_module
+from fugaku_megatron.run import pretrain as pretrain_module
 from fugaku_megatron.run.dry_run import report
 from fugaku_megatron.run.loop import DIVERGED_STEPS
 from fugaku_megatron.start.exit_codes import ExitCode
@@ -132,7 +132,7 @@ def test_data_that_is_not_there_is_found_first_and_by_one_rank(
     looked = []
     unreadable = indexed.unreadable
     monkeypatch.setattr(indexed, "unreadable", lambda path: looked.append(path) or unreadable(path))
-    monkeypatch.setattr(start_module, "hold", None)  # what comes next
+    monkeypatch.setattr(pretrain_module, "hold", None)  # what comes next
     words = [
         *(
             "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 "
@@ -142,7 +142,7 @@ def test_data_that_is_not_there_is_found_first_and_by_one_rank(
     ]
 
     assert re.search(
-        message, one_error(2, lambda world: start_module.pretrain(parse(words), world, None))
+        message, one_error(2, lambda world: pretrain_module.pretrain(parse(words), world, None))
     )
     assert len(looked) == len(set(looked))
 

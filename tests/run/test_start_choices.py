@@ -233,7 +233,7 @@ def test_a_run_that_names_its_schedule_does_not_load_the_performance_model():
     """It takes time at the start of every rank, and only --pipeline-schedule auto asks it for anything."""
     program = """
 import sys
-import fugaku_megatron.run.start
+import fugaku_megatron.run.pretrain
 from fugaku_megatron.comm.agreement import find_nodes
 from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.run.limits import MachineLimits

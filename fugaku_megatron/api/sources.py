@@ -1,8 +1,8 @@
-"""A Trainer's start: a checkpoint, any program's weights, or the adapters' model."""
+"""Weights from which a Trainer starts: a checkpoint, any program's model, or the adapters' model."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,51 +24,35 @@ from ..convert.open_weights import open_weights
 from ..convert.weights import Weights
 from ..costs.plan import Plan
 from ..run.checkpoint_source import Resume, find_checkpoint, open_pretrained
+from ..run.sources import Sources
 from ..text.named_files import JsonObject
 from ..training.checkpoints import ForeignModel
 
 
-@dataclass(frozen=True)
-class Start:
-    """A run's start.
-
-    run: with the loaded directory in its output flags. resume: this program's checkpoints.
-    weights: another program's whole model. carried: directory with the model's tokenizer files.
-    """
-
-    run: RunConfig
-    resume: Resume = Resume()
-    weights: Weights | None = None
-    carried: Path | None = None
-
-    @property
-    def found(self) -> bool:
-        return bool(self.weights or self.resume.checkpoint or self.resume.base)
-
-
-def config_start(plan: Plan, world: Comm) -> Start:
-    """Return the start from --load or else --pretrained-checkpoint. Collective; ValueError on every
+def find_sources(plan: Plan, world: Comm) -> tuple[Plan, Sources]:
+    """Find the weights of --load or else of --pretrained-checkpoint. Collective; ValueError on every
     rank.
     """
     output = plan.config.output
     if output.load is not None:
-        return load_start(plan, output.load, world, output.ckpt_step)
+        return find_in(plan, output.load, world, output.ckpt_step)
     if output.pretrained_checkpoint is None:
-        return Start(plan.config)
+        return plan, Sources()
     if plan.config.lora.on:
         return _resumed(plan, world)
-    return load_start(plan, output.pretrained_checkpoint, world, weights_only=True)
+    return find_in(plan, output.pretrained_checkpoint, world, weights_only=True)
 
 
-def load_start(
+def find_in(
     plan: Plan,
     directory: str,
     world: Comm,
     ckpt_step: int | None = None,
     weights_only: bool = False,
-) -> Start:
-    """Return the start from this program's, Hugging Face's or Megatron-LM's directory. Collective.
+) -> tuple[Plan, Sources]:
+    """Find the weights in this program's, Hugging Face's or Megatron-LM's directory. Collective.
 
+    Return the plan whose output flags name the directory, and the sources.
     weights_only: as --finetune; other and converted weights are always loaded so. Raise ValueError
     on every rank.
     """
@@ -80,7 +64,7 @@ def load_start(
             None if begins else on_root(world, lambda: torch_dist_iteration(directory, ckpt_step))
         )
         if iteration is None:
-            return _foreign(run, directory, ckpt_step, world)
+            return plan, _foreign(run, directory, ckpt_step, world)
         output = replace(run.output, load=directory, ckpt_step=iteration)
         return _resumed(replace(plan, config=replace(run, output=output)), world)
     step = own[1]
@@ -103,18 +87,19 @@ def _state(directory: str, iteration: int | None) -> JsonObject:
     return state
 
 
-def _resumed(plan: Plan, world: Comm) -> Start:
+def _resumed(plan: Plan, world: Comm) -> tuple[Plan, Sources]:
     resume = find_checkpoint(plan, world, partial(_open_base, plan.config))
     source = resume.checkpoint or resume.base
-    return Start(plan.config, resume, carried=None if source is None else _carried(source))
+    return plan, Sources(resume, carried=None if source is None else _carried(source))
 
 
-def _foreign(run: RunConfig, directory: str, ckpt_step: int | None, world: Comm) -> Start:
+def _foreign(run: RunConfig, directory: str, ckpt_step: int | None, world: Comm) -> Sources:
     with everywhere():
         weights = _open_foreign(run, directory, ckpt_step)
     if run.lora.on:
-        return Start(run, Resume(base=_foreign_model(directory, weights)))
-    return Start(run, Resume(), weights, weights.carried)
+        base = _foreign_model(directory, weights)
+        return Sources(Resume(base=base))
+    return Sources(weights=weights, carried=weights.carried)
 
 
 def _open_base(
