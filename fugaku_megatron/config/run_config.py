@@ -6,7 +6,7 @@ Errors: ValueError with flag, value and remedy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from ..pipeline.placement import Placement, placement_of
@@ -33,6 +33,8 @@ from .rows import Q8_BLOCK
 from .system import INT8, SystemConfig
 from .training import BatchConfig, TrainingConfig
 
+ONE_RANK = ParallelConfig()
+
 
 @cached_hash
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,7 @@ class RunConfig:
 
     model: ModelConfig
     batch: BatchConfig
-    parallel: ParallelConfig = ParallelConfig()
+    parallel: ParallelConfig = ONE_RANK
     optimizer: OptimizerConfig = OptimizerConfig()
     precision: PrecisionConfig = PrecisionConfig()
     training: TrainingConfig = TrainingConfig()
@@ -220,10 +222,15 @@ class RunConfig:
             for field in fields(config)
         }
 
-    @property
+    @cached_property
     def tp(self) -> int:
         """Tensor-parallel size."""
         return self.parallel.tensor_model_parallel_size
+
+    @cached_property
+    def on_one_rank(self) -> RunConfig:
+        """The same run without parallelism."""
+        return replace(self, parallel=ONE_RANK)
 
     @cached_property
     def placement(self) -> Placement:

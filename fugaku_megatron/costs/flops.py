@@ -16,7 +16,7 @@ from .layers import (
     norm_record,
 )
 from .sizes import padded_vocab_size
-from .stages import layer_parameters, on_one_rank, virtual_stage_recompute_groups
+from .stages import layer_parameters, virtual_stage_recompute_groups
 
 
 def _recompute_fraction(run: RunConfig) -> float:
@@ -32,14 +32,14 @@ def _recompute_fraction(run: RunConfig) -> float:
 
 def layer_flops(run: RunConfig) -> tuple[float, float]:
     """Return the mean layer's forward FLOPs per sample: (linear layers, attention over the full square)."""
-    linear, attention = linear_and_attention_flops(on_one_rank(run))  # of a micro-batch
+    linear, attention = linear_and_attention_flops(run.on_one_rank)  # of a micro-batch
     samples = run.batch.micro_batch_size
     return linear / samples, attention / samples
 
 
 def expert_flops(run: RunConfig) -> float:
     """Return the mean layer's forward FLOPs per sample in routed experts' matmuls."""
-    flops = mean_layer_flops(on_one_rank(run), lambda record: record.grouped)
+    flops = mean_layer_flops(run.on_one_rank, lambda record: record.grouped)
     return flops / run.batch.micro_batch_size
 
 
@@ -74,7 +74,7 @@ def parameter_flops(run: RunConfig, global_batch_size: int, *, replicas: bool = 
 
     replicas: count replicated parameters TP times, as those tables did: 0.025 % more at h 13824 and TP 8.
     """
-    counted = sum(layer_parameters(on_one_rank(run)))
+    counted = sum(layer_parameters(run.on_one_rank))
     if replicas:
         pp = run.parallel.pipeline_model_parallel_size
         parallel = ParallelConfig(tensor_model_parallel_size=run.tp)
@@ -94,7 +94,7 @@ def model_flops(run: RunConfig, global_batch_size: int) -> float:
 
 def frozen_flops(run: RunConfig) -> float:
     """Return the weight-gradient FLOPs per sample, logits included, that adapter training skips."""
-    whole = on_one_rank(run)
+    whole = run.on_one_rank
     layers = (layer_records(whole, kind) for kind in run.model.layer_kinds)
     records = (*chain.from_iterable(layers), *head_records(whole, tied=False))
     return sum(r.flops_forward for r in records if r.frozen) / run.batch.micro_batch_size

@@ -6,12 +6,10 @@ A stage's units are its parameters in the order in which backward finishes them;
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import lru_cache
 
 from ..config.layout import cp_comm_types, stage_sizes
 from ..config.model import ModelConfig
-from ..config.parallel import ParallelConfig
 from ..config.run_config import RunConfig
 from ..pipeline.placement import balanced_cut, cut_of_stages, even_cut
 from .layers import (
@@ -162,13 +160,9 @@ def stage_parameters(run: RunConfig, stage: int) -> int:
     )
 
 
-def on_one_rank(run: RunConfig) -> RunConfig:
-    return replace(run, parallel=ParallelConfig())
-
-
 def model_parameters(run: RunConfig) -> int:
     """Count parameters: a tied embedding once, the vocabulary padded for one rank."""
-    return stage_parameters(on_one_rank(run), 0)
+    return stage_parameters(run.on_one_rank, 0)
 
 
 def active_parameters(run: RunConfig) -> int:
@@ -177,7 +171,7 @@ def active_parameters(run: RunConfig) -> int:
     layers = run.model.mlps.count("experts")
     if not layers or model.num_experts is None:
         return model_parameters(run)
-    experts = sum(r.parameters for r in layer_records(on_one_rank(run)) if r.grouped)
+    experts = sum(r.parameters for r in layer_records(run.on_one_rank) if r.grouped)
     return (
         model_parameters(run)
         - layers * experts * (model.num_experts - model.moe_router_topk) // model.num_experts

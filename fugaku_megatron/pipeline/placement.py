@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from .instructions import RECV_BACKWARD, SEND_BACKWARD, SEND_FORWARD, Instruction
 from .schedule_names import LOOP, V, row
@@ -23,11 +24,11 @@ class Placement:
         assert self.stages >= 1 and self.model_chunks >= 1, self
         assert self.kind == LOOP or (self.kind, self.model_chunks) == (V, 2), self
 
-    @property
+    @cached_property
     def virtual_stages(self) -> int:
         return self.stages * self.model_chunks
 
-    @property
+    @cached_property
     def last_stage(self) -> int:
         return self.owner(self.virtual_stages - 1)[0]
 

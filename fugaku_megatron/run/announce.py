@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
-from ..config.parallel import ParallelConfig
 from ..config.run_config import RunConfig
 from ..costs.buckets import adapter_parameters
 from ..costs.plan import Plan
@@ -73,8 +71,7 @@ def announce(notes: Iterable[str], plan: Plan, machine: str, nodes: int) -> list
     notes = (*notes, *plan.param_schedule.notes(run.training))
     parameters = f"parameters {model_parameters(run):,}, {vocabulary_text(run)}"
     if run.lora.on:
-        alone = replace(run, parallel=ParallelConfig())
-        trained = sum(adapter_parameters(alone))
+        trained = sum(adapter_parameters(run.on_one_rank))
         parameters += f"; trained are {trained:,} of adapters of rank {run.lora.lora_rank}"
         if run.lora.base_in_int8:
             parameters += ", frozen linear layers in INT8"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.layout_check import check
-from fugaku_megatron.layout_check.check import NO_FILES, Report, Small, Tools
+from fugaku_megatron.layout_check.check import NO_FILES, Build, Report, Small
 from fugaku_megatron.layout_check.compare import Comparison, Tolerance
 from fugaku_megatron.layout_check.points import Point
 from fugaku_megatron.layout_check.recorder import Piece, assembled
@@ -119,7 +119,7 @@ class _watched:
             small: Small,
             ranks: Ranks,
             comparison: Comparison,
-            tools: Tools,
+            build: Build,
             directory: Any,
         ) -> str | None:
             alone: dict[Point, Tensor] = {}
@@ -131,7 +131,7 @@ class _watched:
                 check_complete(reference)
 
             comparison.check_complete = completed  # type: ignore[method-assign]
-            problem = compare_alone(small, ranks, comparison, tools, directory)
+            problem = compare_alone(small, ranks, comparison, build, directory)
             for kind, largest in comparison.kinds.items():
                 share = largest.error / largest.allowed
                 checked.errors[kind] = max(share, checked.errors.get(kind, 0.0))
