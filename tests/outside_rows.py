@@ -10,7 +10,6 @@ from fugaku_megatron.config.optimizer import OPTIMIZERS, OptimizerPart
 from fugaku_megatron.config.rows import ACTIVATIONS, NORMS, ActivationPart, NormPart
 from fugaku_megatron.costs.mixers import MixerCosts
 from fugaku_megatron.costs.records import MatmulCollectives
-from fugaku_megatron.costs.sizes import residual_bytes
 from fugaku_megatron.nn.layers import ColumnParallelLinear, Context, Norm, RowParallelLinear
 from fugaku_megatron.nn.ops.activation import Functions
 from fugaku_megatron.nn.parameter import accumulate
@@ -92,7 +91,7 @@ class CausalMeanCosts(MixerCosts):
         width = h // run.tp
         saved = rows * width * run.element_bytes
         return (
-            around.column(IN_PROJ, (rows, width, h), saved_bytes=residual_bytes(run)),
+            around.column(IN_PROJ, (rows, width, h), saved_bytes=run.residual_bytes),
             around.row(OUT_PROJ, (rows, h, width), saved_bytes=saved),
         )
 

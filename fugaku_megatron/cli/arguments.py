@@ -148,8 +148,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     groups = {
         name: parser.add_argument_group(name, config.__doc__) for name, config in GROUPS.items()
     }
-    for name, config in GROUPS.items():
-        for declared in sorted(declarations(config), key=lambda each: each.name in _LAST):
+    ordered = {
+        name: sorted(declarations(config), key=lambda each: each.name in _LAST)
+        for name, config in GROUPS.items()
+    }
+    for name, of_group in ordered.items():
+        for declared in of_group:
             add_field(groups[name], declared)
     for name, spelling in SPELLINGS.items():
         for declared in spelling:

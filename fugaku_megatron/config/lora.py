@@ -107,12 +107,16 @@ class LoraConfig:
             len(set(names)) == len(names),
             f"--lora-target {self.lora_target} names a matrix twice: leave one out",
         )
-        for whole, parts in MATRICES.items():
-            both = [part for part in parts if whole in names and part in names and part != whole]
-            check(
-                not both,
-                f"--lora-target {self.lora_target}: {whole} holds {''.join(both[:1])}: leave one of them out",
-            )
+        both = [
+            f"{whole} holds {part}"
+            for whole, parts in MATRICES.items()
+            for part in parts
+            if whole in names and part in names and part != whole
+        ]
+        check(
+            not both,
+            f"--lora-target {self.lora_target}: {''.join(both[:1])}: leave one of them out",
+        )
         rows = [row for name in names for row in IN_PROJ_PARTS.get(name, ())]
         check(
             len(set(rows)) == len(rows),

@@ -635,21 +635,8 @@ class ModelConfig(ExpertFields, DeltaNetFields):
             len(chosen) < 2,
             f"{' and '.join(chosen)} scale the angles of rope in different ways: pass one of them",
         )
-        check(
-            not yarn or self.rotary_percent == 1.0 and not self.rotary_interleaved,
-            "yarn turns whole heads, elements half a "
-            "head apart: leave out --rotary-percent and --rotary-interleaved",
-        )
-        check(
-            not yarn or self.yarn_beta_fast > self.yarn_beta_slow,
-            f"--yarn-beta-fast {self.yarn_beta_fast} is not above "
-            f"--yarn-beta-slow {self.yarn_beta_slow}: change one of them",
-        )
-        check(
-            not yarn or self.yarn_attention_factor > 0,
-            f"--mscale {self.mscale} and --mscale-all-dim {self.mscale_all_dim} "
-            f"multiply queries and keys by {self.yarn_attention_factor:.3g}: change one of them to make it positive",
-        )
+        if yarn:
+            self._check_yarn()
         check(
             self.rope_dynamic_factor is None or self.rotary_size > 2,
             "--rope-dynamic-factor needs at least 4 rotated elements "
@@ -660,6 +647,23 @@ class ModelConfig(ExpertFields, DeltaNetFields):
             "rope rotates pairs of "
             f"elements, and --rotary-percent {self.rotary_percent} of a head of {self.kv_channels} is {self.rotary_size}: change "
             "it, or --kv-channels",
+        )
+
+    def _check_yarn(self) -> None:
+        check(
+            self.rotary_percent == 1.0 and not self.rotary_interleaved,
+            "yarn turns whole heads, elements half a "
+            "head apart: leave out --rotary-percent and --rotary-interleaved",
+        )
+        check(
+            self.yarn_beta_fast > self.yarn_beta_slow,
+            f"--yarn-beta-fast {self.yarn_beta_fast} is not above "
+            f"--yarn-beta-slow {self.yarn_beta_slow}: change one of them",
+        )
+        check(
+            self.yarn_attention_factor > 0,
+            f"--mscale {self.mscale} and --mscale-all-dim {self.mscale_all_dim} "
+            f"multiply queries and keys by {self.yarn_attention_factor:.3g}: change one of them to make it positive",
         )
 
     @cached_property
@@ -746,7 +750,12 @@ class ModelConfig(ExpertFields, DeltaNetFields):
     @cached_property
     def residual_parts(self) -> int:
         """Modules of all layers whose output is added to the residual stream."""
-        return sum(kind.parts for kind in self.layer_kinds)
+        return sum(self.layer_parts)
+
+    @cached_property
+    def layer_parts(self) -> tuple[int, ...]:
+        """Modules of each layer whose output is added to the residual stream."""
+        return tuple(kind.parts for kind in self.layer_kinds)
 
     @cached_property
     def ropes(self) -> dict[str, ModelConfig]:

@@ -121,11 +121,11 @@ class RunConfig:
 
     def _check_int8(self) -> None:
         system = self.system
-        for name in of_topic(SystemConfig, INT8):
-            check(
-                system.int8 or not getattr(system, name),
-                f"{flag(name)} is for --int8: pass --int8 too, or leave it out",
-            )
+        parts = [flag(name) for name in of_topic(SystemConfig, INT8) if getattr(system, name)]
+        check(
+            system.int8 or not parts,
+            f"{''.join(parts[:1])} is for --int8: pass --int8 too, or leave it out",
+        )
         if not system.int8:
             return
         others = {
@@ -230,6 +230,8 @@ class RunConfig:
     @cached_property
     def on_one_rank(self) -> RunConfig:
         """The same run without parallelism."""
+        if self.parallel == ONE_RANK:
+            return self
         return replace(self, parallel=ONE_RANK)
 
     @cached_property
@@ -255,6 +257,21 @@ class RunConfig:
     @cached_property
     def element_bytes(self) -> int:
         return 4 if self.precision.name == "fp32" else 2
+
+    @cached_property
+    def activation_bytes(self) -> int:
+        """Bytes of (s, b, h) on one rank."""
+        return self.tokens_per_microbatch * self.model.hidden_size * self.element_bytes
+
+    @cached_property
+    def sequence_shards(self) -> int:
+        """Tensor-parallel ranks that shard the sequence between matmuls."""
+        return self.tp if self.parallel.sequence_parallel else 1
+
+    @cached_property
+    def residual_bytes(self) -> int:
+        """Bytes of (s, b, h) or its sequence shard."""
+        return self.activation_bytes // self.sequence_shards
 
     @cached_property
     def masters(self) -> bool:

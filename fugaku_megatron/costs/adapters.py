@@ -7,7 +7,6 @@ from dataclasses import replace
 from ..config.layer_kinds import FC1, FC2, column_parallel, input_projections, row_parallel
 from ..config.run_config import RunConfig
 from .records import MatmulCollectives, Record, Records, linear
-from .sizes import sequence_shards
 
 
 def with_adapters(run: RunConfig, records: Records) -> Records:
@@ -62,7 +61,7 @@ def _adapters(run: RunConfig, record: Record) -> Records:
         )
     saved = rows * width * run.element_bytes
     around = MatmulCollectives.from_run(run, saved)
-    shards = sequence_shards(run)
+    shards = run.sequence_shards
     if is_row_parallel:
         down = around.row(f"{name}_lora_A", (rows, width, inputs))
         up = linear(

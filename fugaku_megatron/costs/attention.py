@@ -19,7 +19,6 @@ from .sizes import (
     FP32_BYTES,
     context_bytes,
     qkv_bytes,
-    residual_bytes,
     round_up,
     typical_cp_comm_type,
 )
@@ -50,7 +49,7 @@ class AttentionCosts(MixerCosts):
                 QKV,
                 (rows, qkv, h),
                 bias=qkv if model.qkv_bias else 0,
-                saved_bytes=residual_bytes(run),
+                saved_bytes=run.residual_bytes,
             ),
             *_rotary(run, cp_comm_type, kind or typical_layer(model)),
             _attention(run, cp_comm_type, kind),

@@ -9,7 +9,7 @@ from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from .layers import embedding_records, head_records, layer_records, per_layer
 from .records import Collective
-from .sizes import BF16_BYTES, FP32_BYTES, round_up, sequence_shards, vocabulary_rows
+from .sizes import BF16_BYTES, FP32_BYTES, round_up, vocabulary_rows
 from .stages import (
     EMBEDDING,
     HEAD,
@@ -144,7 +144,7 @@ def gradient_collectives(run: RunConfig, layout: Layout, stage: int) -> list[Col
         collectives.append(Collective("all_reduce", "embedding", elements * size))
     if run.tp > 1:
         records = stage_records(run, stage)
-        if sequence_shards(run) > 1:
+        if run.sequence_shards > 1:
             partial = sum(record.replicated for record in records)
         else:
             partial = sum(record.of_heads for record in records)

@@ -9,7 +9,7 @@ from ..config.layout import cp_comm_types
 from ..config.parallel import A2A, ALLGATHER, P2P
 from ..config.run_config import RunConfig
 from .records import Collective, Collectives
-from .sizes import FP32_BYTES, activation_bytes, context_bytes, qkv_bytes
+from .sizes import FP32_BYTES, context_bytes, qkv_bytes
 
 
 def segment_numbers(rank: int, ranks: int) -> tuple[int, int]:
@@ -100,9 +100,7 @@ def key_working_bytes(run: RunConfig) -> int:
     low = run.element_bytes
     gathered = low + FP32_BYTES + cp * (low + 2 * FP32_BYTES)
     passed = 2 * low + FP32_BYTES + (cp - 1) * 3 * FP32_BYTES // 2
-    around = (
-        2 * activation_bytes(run) + context_bytes(run) + qkv_bytes(run, P2P) // low * FP32_BYTES
-    )
+    around = 2 * run.activation_bytes + context_bytes(run) + qkv_bytes(run, P2P) // low * FP32_BYTES
     return around + own * (gathered if ALLGATHER in comm_types else passed)
 
 

@@ -13,7 +13,7 @@ from ..config.run_config import RunConfig
 from .mixers import Elementwise, MixerCosts, Segments, Shapes
 from .optimizer_states import shared_segments
 from .records import Collective, Collectives, MatmulCollectives, Record, Records
-from .sizes import FP32_BYTES, residual_bytes
+from .sizes import FP32_BYTES
 
 CHUNK = 64  # tokens that a few matmuls compute together
 SEGMENT = 256  # tokens between two saved states
@@ -74,7 +74,7 @@ class DeltaNetCosts(MixerCosts):
             )
         flops = rows * heads * _token_flops(model)
         return (
-            around.column(IN_PROJ, (rows, width, h), saved_bytes=residual_bytes(run)),
+            around.column(IN_PROJ, (rows, width, h), saved_bytes=run.residual_bytes),
             Record(
                 name="conv1d",
                 parameters=model.delta_convolved // run.tp * model.linear_conv_kernel_dim,

@@ -94,6 +94,8 @@ def model_flops(run: RunConfig, global_batch_size: int) -> float:
 
 def frozen_flops(run: RunConfig) -> float:
     """Return the weight-gradient FLOPs per sample, logits included, that adapter training skips."""
+    if not run.lora.on:
+        return 0.0
     whole = run.on_one_rank
     layers = (layer_records(whole, kind) for kind in run.model.layer_kinds)
     records = (*chain.from_iterable(layers), *head_records(whole, tied=False))

@@ -20,9 +20,6 @@ from .mlp import expert_records, mlp_records
 from .records import MatmulCollectives, Record, Records, all_reduce, linear
 from .sizes import (
     FP32_BYTES,
-    activation_bytes,
-    residual_bytes,
-    sequence_shards,
     typical_cp_comm_type,
     vocabulary_rows,
 )
@@ -30,13 +27,13 @@ from .sizes import (
 
 def norm_record(name: str, run: RunConfig) -> Record:
     norm = NORMS[run.model.normalization]
-    rows = run.tokens_per_microbatch // sequence_shards(run)
+    rows = run.tokens_per_microbatch // run.sequence_shards
     parameters = norm.vectors * run.model.hidden_size
     return Record(
         name=name,
         parameters=parameters,
         replicated=parameters,
-        saved_bytes=residual_bytes(run) + norm.statistics * rows * FP32_BYTES,
+        saved_bytes=run.residual_bytes + norm.statistics * rows * FP32_BYTES,
     )
 
 
@@ -56,7 +53,7 @@ def _layer_norms(run: RunConfig) -> tuple[Norms, Norms]:
     )
     mlp_input = norm_if(before and not shared, "pre_mlp_layernorm")
     if run.model.parallel_residual:  # both norms read the same input
-        kept = residual_bytes(run)
+        kept = run.residual_bytes
         mlp_input = [replace(each, saved_bytes=each.saved_bytes - kept) for each in mlp_input]
     return around_attention, (mlp_input, norm_if(after, "post_mlp_layernorm"))
 
@@ -84,7 +81,7 @@ def layer_records(
 def _mlp(run: RunConfig, mlp: str) -> Records:
     if mlp == MLP_OF_EXPERTS:
         return expert_records(run)
-    kept = 0 if run.model.parallel_shared_norm else residual_bytes(run)  # also of QKV
+    kept = 0 if run.model.parallel_shared_norm else run.residual_bytes  # also of QKV
     *before, fc2 = mlp_records(run, "linear", run.model.ffn_hidden_size, kept)
     return *before, replace(fc2, ends_layer=True)
 
@@ -148,7 +145,7 @@ def head_records(run: RunConfig, tied: bool) -> Records:
     logits = linear(
         "logits",
         (rows, vocabulary_rows(run), model.hidden_size),
-        saved_bytes=activation_bytes(run),
+        saved_bytes=run.activation_bytes,
         forward=around.into,
         backward=around.into_backward[-1:],
     )

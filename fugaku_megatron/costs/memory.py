@@ -27,8 +27,6 @@ from .optimizer_states import matrix_elements, scales, unit_segments
 from .sizes import (
     BF16_BYTES,
     FP32_BYTES,
-    activation_bytes,
-    residual_bytes,
     typical_cp_comm_type,
     vocabulary_rows,
 )
@@ -156,7 +154,7 @@ def layers_kept_bytes(run: RunConfig, layers: range, groups: Sequence[range]) ->
     saved = layer_saved_bytes(run)[layers.start : layers.stop]
     recomputed = [sum(saved[group.start : group.stop]) for group in groups]
     plain = sum(saved) - sum(recomputed)
-    kept = len(groups) * residual_bytes(run) + plain
+    kept = len(groups) * run.residual_bytes + plain
     return kept, max(0, max(recomputed, default=0) - plain)
 
 
@@ -175,7 +173,7 @@ def weight_input_bytes(run: RunConfig) -> tuple[int, ...]:
         if kind.mlp == MLP_OF_EXPERTS:
             return mixer + waiting_bytes(run)
         inner = inner_bytes(run, run.model.ffn_hidden_size)
-        return mixer + 2 * activation_bytes(run) + 2 * run.model.fc1_widths * inner
+        return mixer + 2 * run.activation_bytes + 2 * run.model.fc1_widths * inner
 
     return per_layer(run, kept)
 
@@ -227,7 +225,7 @@ def working_bytes(run: RunConfig) -> int:
     inner_tensors = 1
     if run.lora.of_mlps(run.model) or ACTIVATIONS[run.model.activation].kernel is None:
         inner_tensors = 3  # adapters compute their own, and torch all columns at once
-    mlp = hidden_tensors * activation_bytes(run) + inner_tensors * inner_bytes(
+    mlp = hidden_tensors * run.activation_bytes + inner_tensors * inner_bytes(
         run, mlp_width(run.model)
     )
     if run.model.num_experts:
@@ -244,7 +242,7 @@ def posted_bytes(run: RunConfig, stage: int) -> int:
         for step in (-1, 1)
     ]
     senders = sum(n is not None and n[0] != stage for n in neighbours)
-    return ahead * senders * residual_bytes(run)
+    return ahead * senders * run.residual_bytes
 
 
 def logits_rows(run: RunConfig) -> int:
@@ -263,7 +261,7 @@ def logits_rows(run: RunConfig) -> int:
             virtual_stage_layers(run, virtual_stage),
             () if free else virtual_stage_recompute_groups(run, virtual_stage),
         )[0]
-        for virtual_stage in run.placement.virtual_stages_of(run.placement.last_stage)
+        for virtual_stage in run.placement.virtual_stages_of[run.placement.last_stage]
     )
     budget = max(LOGITS_MIN_BYTES, kept // LOGITS_SHARE)
     chunks = max(-(-rows * vocabulary * FP32_BYTES // budget), -(-rows // LOGITS_MAX_ROWS))
@@ -313,7 +311,7 @@ def stage_memory(
         logits = logits_rows(run) * vocabulary_rows(run) * element
     outside = sum(
         record.saved_bytes
-        for virtual_stage in placement.virtual_stages_of(stage)
+        for virtual_stage in placement.virtual_stages_of[stage]
         for record in end_records(run, virtual_stage)
     )
     # the head runs while no layer does

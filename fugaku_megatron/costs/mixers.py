@@ -11,7 +11,6 @@ from ..config.layer_kinds import MIXERS, LayerKind
 from ..config.model import ModelConfig
 from ..config.run_config import RunConfig
 from .records import Records
-from .sizes import activation_bytes
 
 Matrices = list[tuple[int, int, int]]  # (how many, rows, columns)
 Shapes = tuple[tuple[int, int], tuple[int, int]]
@@ -54,7 +53,7 @@ class MixerCosts(ABC):
     def weight_input_bytes(self, run: RunConfig) -> int:
         """Return the bytes kept between the halves of a split backward."""
         sizes = self.tensors(run)
-        return 2 * activation_bytes(run) + sizes["qkv"] + sizes["context"]
+        return 2 * run.activation_bytes + sizes["qkv"] + sizes["context"]
 
     def cache_bytes(self, run: RunConfig, samples: int, positions: int, kind: LayerKind) -> int:
         """Return the bytes that generation keeps."""

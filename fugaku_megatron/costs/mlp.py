@@ -24,7 +24,7 @@ from .records import (
     all_reduce,
     linear,
 )
-from .sizes import FP32_BYTES, activation_bytes, residual_bytes, sequence_shards
+from .sizes import FP32_BYTES
 
 
 def mlp_width(model: ModelConfig) -> int:
@@ -95,7 +95,7 @@ class Division:
             ep=parallel.expert_model_parallel_size,
             etp=etp,
             divided=parallel.divides_experts,
-            chosen=pairs // sequence_shards(run),
+            chosen=pairs // run.sequence_shards,
             here=pairs * etp // run.tp,
         )
 
@@ -129,7 +129,7 @@ def waiting_bytes(run: RunConfig) -> int:
     hidden, inner, shared = _pair_bytes(run)
     widths = run.model.fc1_widths
     return (
-        activation_bytes(run) * (2 if shared else 1)
+        run.activation_bytes * (2 if shared else 1)
         + 2 * hidden
         + (1 + widths) * inner
         + 2 * widths * shared
@@ -147,7 +147,7 @@ def pair_working_bytes(run: RunConfig) -> int:
     widths = run.model.fc1_widths
     freed = widths * shared
     if run.model.moe_shared_expert_gate:
-        freed += residual_bytes(run)
+        freed += run.residual_bytes
     return hidden + max(hidden, inner) + widths * inner - freed
 
 
@@ -219,7 +219,7 @@ def expert_records(run: RunConfig) -> Records:
 def _router(run: RunConfig) -> Record:
     model = run.model
     e = model.num_experts or 0
-    shards = sequence_shards(run)
+    shards = run.sequence_shards
     rows = run.tokens_per_microbatch // shards
     parameters = e * model.hidden_size
     if model.moe_router_enable_expert_bias:
@@ -240,7 +240,7 @@ def _router(run: RunConfig) -> Record:
         linear(
             "router",
             (rows, e, model.hidden_size),
-            saved_bytes=residual_bytes(run) + saved * FP32_BYTES,
+            saved_bytes=run.residual_bytes + saved * FP32_BYTES,
             forward=_balance_collectives(run, shards),
         ),
         parameters=parameters,
@@ -255,9 +255,9 @@ def _order_bytes(run: RunConfig, division: Division) -> int:
     if division.divided:
         received = here * (FP32_BYTES + RECEIVED_BYTES) + _pair_bytes(run).hidden
         return division.chosen * NUMBER_BYTES + received
-    shards = sequence_shards(run)
+    shards = run.sequence_shards
     saved = here * (FP32_BYTES + NUMBER_BYTES) + here // shards * FP32_BYTES
-    return saved + activation_bytes(run) if shards > 1 else saved
+    return saved + run.activation_bytes if shards > 1 else saved
 
 
 def _balance_collectives(run: RunConfig, shards: int) -> Collectives:
@@ -276,9 +276,9 @@ def _balance_collectives(run: RunConfig, shards: int) -> Collectives:
 
 def _expert_collectives(run: RunConfig) -> MatmulCollectives:
     around = MatmulCollectives.from_run(run)
-    whole = activation_bytes(run)
+    whole = run.activation_bytes
     pairs = run.tokens_per_microbatch * run.model.moe_router_topk
-    if sequence_shards(run) == 1:
+    if run.sequence_shards == 1:
         return replace(
             around,
             into=(),
@@ -337,8 +337,8 @@ def _shared_expert(run: RunConfig, width: int) -> Records:
     records = tuple(replace(record, expert_step=SHARED) for record in mlp)
     if not run.model.moe_shared_expert_gate:
         return records
-    own = run.tokens_per_microbatch // sequence_shards(run)
+    own = run.tokens_per_microbatch // run.sequence_shards
     h = run.model.hidden_size
-    saved = residual_bytes(run) + own * (FP32_BYTES + run.element_bytes % FP32_BYTES)
+    saved = run.residual_bytes + own * (FP32_BYTES + run.element_bytes % FP32_BYTES)
     gate = linear("shared_gate", (own, 1, h), saved_bytes=saved, replicated=h)
     return *records, replace(gate, quantizes=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..config.run_config import RunConfig
-from .sizes import activation_bytes, sequence_shards
 
 # Values of `Record.expert_step`.
 DISPATCH = "dispatch"
@@ -130,8 +129,8 @@ class MatmulCollectives:
 
         whole: bytes of an activation; None: width h.
         """
-        whole = activation_bytes(run) if whole is None else whole
-        if sequence_shards(run) == 1:
+        whole = run.activation_bytes if whole is None else whole
+        if run.sequence_shards == 1:
             summed = all_reduce(whole, run.tp)
             return MatmulCollectives((), summed, summed, ())
         gather = Collective("all_gather", "tp", whole // run.tp)

@@ -123,7 +123,7 @@ def with_recompute(
     numbers = dict.fromkeys(range(placement.virtual_stages), 0)
     for stage in range(layout.pp):
         recomputed = fewest(run, layout, stage, limit, in_flight(stage))
-        numbers |= zip(placement.virtual_stages_of(stage), recomputed)
+        numbers |= zip(placement.virtual_stages_of[stage], recomputed)
     if not any(numbers.values()):
         return run
     layers = tuple(numbers.values())

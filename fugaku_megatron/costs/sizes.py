@@ -72,16 +72,3 @@ def qkv_bytes(run: RunConfig, cp_comm_type: str | None = None) -> int:
 
 def context_bytes(run: RunConfig) -> int:
     return run.tokens_per_microbatch * run.model.context_width * run.element_bytes // run.tp
-
-
-def activation_bytes(run: RunConfig) -> int:
-    return run.tokens_per_microbatch * run.model.hidden_size * run.element_bytes
-
-
-def sequence_shards(run: RunConfig) -> int:
-    return run.tp if run.parallel.sequence_parallel else 1
-
-
-def residual_bytes(run: RunConfig) -> int:
-    """Return the bytes of (s, b, h) or its sequence shard."""
-    return activation_bytes(run) // sequence_shards(run)

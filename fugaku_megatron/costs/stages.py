@@ -11,7 +11,7 @@ from functools import lru_cache
 from ..config.layout import cp_comm_types, stage_sizes
 from ..config.model import ModelConfig
 from ..config.run_config import RunConfig
-from ..pipeline.placement import balanced_cut, cut_of_stages, even_cut
+from ..pipeline.placement import FIRST_STAGE, balanced_cut, cut_of_stages, even_cut
 from .layers import (
     embedding_records,
     head_records,
@@ -57,13 +57,13 @@ def virtual_stage_layers(run: RunConfig, virtual_stage: int) -> range:
 def stage_layers(run: RunConfig, stage: int) -> list[range]:
     return [
         virtual_stage_layers(run, virtual_stage)
-        for virtual_stage in run.placement.virtual_stages_of(stage)
+        for virtual_stage in run.placement.virtual_stages_of[stage]
     ]
 
 
 def whole_layers(model: ModelConfig, layers: Iterable[int]) -> int:
     """Return the number of layers with a mixer and an MLP that have as many parts as these layers, rounded up."""
-    return -(-sum(model.layer_kinds[layer].parts for layer in layers) // 2)
+    return -(-sum(model.layer_parts[layer] for layer in layers) // 2)
 
 
 def virtual_stage_recompute_groups(run: RunConfig, virtual_stage: int) -> list[range]:
@@ -80,7 +80,7 @@ def virtual_stage_recompute_groups(run: RunConfig, virtual_stage: int) -> list[r
 def stage_recompute_groups(run: RunConfig, stage: int) -> list[list[range]]:
     return [
         virtual_stage_recompute_groups(run, virtual_stage)
-        for virtual_stage in run.placement.virtual_stages_of(stage)
+        for virtual_stage in run.placement.virtual_stages_of[stage]
     ]
 
 
@@ -91,7 +91,7 @@ def end_records(run: RunConfig, virtual_stage: int) -> list[Record]:
     if virtual_stage == 0:
         records += embedding_records(run)
     if virtual_stage == placement.virtual_stages - 1:
-        tied = placement.owner(virtual_stage)[0] == placement.owner(0)[0]
+        tied = placement.owner(virtual_stage)[0] == FIRST_STAGE
         records += head_records(run, tied=tied)
     return records
 
@@ -99,7 +99,7 @@ def end_records(run: RunConfig, virtual_stage: int) -> list[Record]:
 def stage_records(run: RunConfig, stage: int) -> list[Record]:
     comm_types = cp_comm_types(run)
     records = list[Record]()
-    for virtual_stage in run.placement.virtual_stages_of(stage):
+    for virtual_stage in run.placement.virtual_stages_of[stage]:
         for layer in virtual_stage_layers(run, virtual_stage):
             kind = run.model.layer_kinds[layer]
             records += layer_records(run, kind, comm_types[layer])
@@ -121,7 +121,7 @@ Unit = int | str  # a layer's number, or one of these
 
 
 def holds_tied_copy(run: RunConfig, stage: int) -> bool:
-    first = run.placement.owner(0)[0]
+    first = FIRST_STAGE
     last = run.placement.last_stage
     return run.model.tied and not run.lora.on and first != last and stage in (first, last)
 
@@ -134,7 +134,7 @@ def units(run: RunConfig, stage: int) -> list[Unit]:
         found.append(HEAD)
     for model_chunk in reversed(stage_layers(run, stage)):
         found += reversed(model_chunk)
-    if stage == placement.owner(0)[0]:
+    if stage == FIRST_STAGE:
         found.append(EMBEDDING)
     if holds_tied_copy(run, stage):
         found.append(TIED)
@@ -156,7 +156,7 @@ def virtual_stage_parameters(run: RunConfig, virtual_stage: int) -> int:
 def stage_parameters(run: RunConfig, stage: int) -> int:
     return sum(
         virtual_stage_parameters(run, virtual_stage)
-        for virtual_stage in run.placement.virtual_stages_of(stage)
+        for virtual_stage in run.placement.virtual_stages_of[stage]
     )
 
 

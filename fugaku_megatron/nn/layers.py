@@ -197,6 +197,8 @@ class Context:
 
         Arguments as in `Adapter`.
         """
+        if not self.lora.on:
+            return None
         parts = self.lora.parts(name.rsplit(".", 1)[-1], self.model)
         if not parts:
             return None

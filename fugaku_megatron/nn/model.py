@@ -56,7 +56,7 @@ class Stage(nn.Module):
         rows = memory.logits_rows(run)
         self.chunks: Any = nn.ModuleList(
             Chunk(run, virtual_stage, context, rows)
-            for virtual_stage in self.placement.virtual_stages_of(groups.pp.rank)
+            for virtual_stage in self.placement.virtual_stages_of[groups.pp.rank]
         )
         if self.first and self.last and run.model.tied:
             self.last.output_weight = self.first.embedding.word_embeddings.weight

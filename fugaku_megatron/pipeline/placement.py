@@ -8,6 +8,8 @@ from functools import cached_property
 from .instructions import RECV_BACKWARD, SEND_BACKWARD, SEND_FORWARD, Instruction
 from .schedule_names import LOOP, V, row
 
+FIRST_STAGE = 0  # has the first virtual stage
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -37,8 +39,14 @@ class Placement:
             stage = self.stages - 1 - stage
         return model_chunk * self.stages + stage
 
-    def virtual_stages_of(self, stage: int) -> list[int]:
-        return [self.virtual_stage(stage, chunk) for chunk in range(self.model_chunks)]
+    @cached_property
+    def virtual_stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """Virtual stages of each stage."""
+        chunks = range(self.model_chunks)
+        return tuple(
+            tuple(self.virtual_stage(stage, chunk) for chunk in chunks)
+            for stage in range(self.stages)
+        )
 
     def owner(self, virtual_stage: int) -> tuple[int, int]:
         model_chunk, stage = divmod(virtual_stage, self.stages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pkgutil import resolve_name
 
 from . import zero_bubble
@@ -28,7 +29,7 @@ class Schedule:
     compared: VirtualStageCosts = ()
     pending: int | None = None
 
-    @property
+    @cached_property
     def splits_backward(self) -> bool:
         return row(self.name).splits_backward
 

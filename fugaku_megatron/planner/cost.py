@@ -445,13 +445,17 @@ class Rank:
         return flops / self._peak * (1 / share + dropped)
 
     @cached_property
+    def _measured(self) -> bool:
+        return self.software.measured_on(self.machine)
+
+    @cached_property
     def _curves(self) -> dict[bool, GemmCurve]:
         """Curves of matmuls in the run's precision and, for True, in INT8."""
         threads = self.machine.threads // self.ranks_per_node
         return {int8: self.machine.gemm_curve(threads, int8) for int8 in (False, True)}
 
     def _cpu(self, p: Matmul, curve: GemmCurve) -> float:
-        if self.software.measured_on(self.machine):  # by elements moved per multiplication
+        if self._measured:  # by elements moved per multiplication
             n = 3 / (1 / p.m + 1 / p.n + 1 / p.k)
         else:
             n = (p.m * p.n * p.k) ** (1 / 3)

@@ -193,12 +193,10 @@ def step(
     lists = run_schedule.full_batch_schedule(run, layout)
     seconds = _virtual_stage_seconds(run, rank, without)
     stages = [
-        _stage_seconds([seconds[n] for n in run.placement.virtual_stages_of(stage)])
+        _stage_seconds([seconds[n] for n in run.placement.virtual_stages_of[stage]])
         for stage in range(layout.pp)
     ]
-    transfer = (
-        network.seconds("send", "pp", activations.residual_bytes(run)) * system.machine.host_factor
-    )
+    transfer = network.seconds("send", "pp", run.residual_bytes) * system.machine.host_factor
     costs = _costs(lists, seconds, transfer)
     pipeline = makespan(lists, costs)
     slowest = max(stages, key=lambda stage: stage[0].total + stage[1].total)
@@ -333,7 +331,7 @@ def tensor_parallel(run: RunConfig, layout: Layout, system: System) -> TensorPar
         return None
     return (
         layout.tp,
-        activations.activation_bytes(run),
+        run.activation_bytes,
         layout.tp <= system.ranks_per_node,
         system.software.name,
     )

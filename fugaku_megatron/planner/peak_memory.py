@@ -42,7 +42,7 @@ def kinds(run: RunConfig) -> tuple[int, ...]:
     """Return, for each stage, the first stage with the same layers, embedding and head."""
     alike = virtual_stage_kinds(run)
     features = [
-        tuple(alike[virtual_stage] for virtual_stage in run.placement.virtual_stages_of(stage))
+        tuple(alike[virtual_stage] for virtual_stage in run.placement.virtual_stages_of[stage])
         for stage in range(run.placement.stages)
     ]
     return tuple(map(features.index, features))

@@ -9,7 +9,7 @@ from ..config.run_config import RunConfig
 from ..costs.buckets import adapter_parameters
 from ..costs.plan import Plan
 from ..costs.run_schedule import recompute_name
-from ..costs.sizes import sequence_shards, vocabulary_text
+from ..costs.sizes import vocabulary_text
 from ..costs.stages import model_parameters
 from ..host.machine import fma_peak_gflops
 from ..observe.log.run_log import format_run
@@ -98,7 +98,7 @@ def _layout_text(plan: Plan) -> str:
         f"world size {plan.layout.world_size}: {plan.layout.words}; {precision}, "
         f"ZeRO stage {run.parallel.zero_stage}, recompute {recompute_name(run)}"
     )
-    if sequence_shards(run) > 1:
+    if run.sequence_shards > 1:
         text += ", sequence parallel"
     overlaps = []
     if run.parallel.overlap_grad_reduce:

@@ -13,7 +13,7 @@ from ..comm.base import SoloComm
 from ..config.model import ModelConfig
 from ..config.rows import ACTIVATIONS, NORMS, RMS_NORM
 from ..config.run_config import RunConfig
-from ..costs.sizes import sequence_shards, vocabulary_rows
+from ..costs.sizes import vocabulary_rows
 from ..host.timing import timings
 from ..nn.attention.heads import Heads
 from ..nn.dropout_key import Dropout
@@ -68,7 +68,7 @@ def kernel_cases(run: RunConfig) -> dict[str, Callable[[Ops], Tensor]]:
     h = model.hidden_size
     b = min(run.batch.micro_batch_size, LAYER_TOKENS // s)
     x = torch.randn(s, b, h).to(dtype).requires_grad_()
-    residual = x.detach()[: s // sequence_shards(run)].requires_grad_()
+    residual = x.detach()[: s // run.sequence_shards].requires_grad_()
     rows = min(vocabulary_rows(run), 2048)
     table = _weight(rows, h, dtype=dtype)
     tokens = torch.randint(0, rows, (s, b))

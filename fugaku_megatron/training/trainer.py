@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import agree
-from ..costs.sizes import sequence_shards
 from ..data.dataset import Dataset
 from ..data.marks import TokenCounts
 from ..data.reader_group import ReaderGroup
@@ -131,7 +130,7 @@ class Trainer(TrainingState):
         reader, work, consumed = batch
         run = reader.run
         microbatches = schedule.microbatches * self.layout.replicas
-        sequence = run.model.seq_length // (sequence_shards(run) * self.layout.cp)
+        sequence = run.model.seq_length // (run.sequence_shards * self.layout.cp)
         count = tokens = None
         if work is not None:
             count = max(work.counted, 1) / microbatches

@@ -15,7 +15,6 @@ from fugaku_megatron.costs import memory, mlp
 from fugaku_megatron.costs.buckets import gradient_collectives
 from fugaku_megatron.costs.layers import last_recomputed_records
 from fugaku_megatron.costs.records import Collective
-from fugaku_megatron.costs.sizes import residual_bytes
 from fugaku_megatron.costs.stages import (
     end_records,
     quantized_elements,
@@ -146,7 +145,7 @@ def expected_traffic(run, layout, stage: int) -> dict[tuple[str, str], int]:
     microbatches = layout.microbatches(run, layout.global_batch_size(run))
     ends = [
         r
-        for virtual_stage in run.placement.virtual_stages_of(stage)
+        for virtual_stage in run.placement.virtual_stages_of[stage]
         for r in end_records(run, virtual_stage)
     ]
     per_microbatch = []
@@ -160,7 +159,7 @@ def expected_traffic(run, layout, stage: int) -> dict[tuple[str, str], int]:
         expected[c.verb, c.group] = expected.get((c.verb, c.group), 0) + c.bytes
     sends = (stage > 0) + (stage < layout.pp - 1)
     if sends:
-        expected["send", "pp"] = expected["recv", "pp"] = sends * microbatches * residual_bytes(run)
+        expected["send", "pp"] = expected["recv", "pp"] = sends * microbatches * run.residual_bytes
     return expected
 
 
@@ -234,7 +233,7 @@ def check_kept(run: RunConfig) -> None:
     layers = memory.layers_kept_bytes(run, range(run.model.num_layers), groups)[0]
     outside = sum(
         r.saved_bytes
-        for virtual_stage in run.placement.virtual_stages_of(0)
+        for virtual_stage in run.placement.virtual_stages_of[0]
         for r in end_records(run, virtual_stage)
     )
     if (
