@@ -34,13 +34,13 @@ FAMILIES = (
 
 
 def check_outputs(options: argparse.Namespace) -> None:
-    """ValueError, before anything is measured, for a file that cannot be written."""
+    """Raise ValueError, before anything is measured, for a file that cannot be written."""
     check_file("--json", options.json)
     check_picture(getattr(options, "png", None))
 
 
 def module_of(family: str) -> ModuleType:
-    """A family by its name."""
+    """Return a family by its name."""
     return importlib.import_module(f"{__package__}.{family}")
 
 
@@ -69,7 +69,7 @@ def make_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parses the command line and runs the family."""
+    """Parse the command line and run the family."""
     name = ""
     try:
         options = make_parser().parse_args(argv)

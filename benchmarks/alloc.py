@@ -42,7 +42,7 @@ COLUMNS: tuple[Column, ...] = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this family."""
+    """Add the options of this family."""
     shapes.add_arguments(parser)
     parser.add_argument(
         "--global-batch-size", type=int, help="samples per iteration (default: 4 micro-batches)"
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def cells(options: argparse.Namespace) -> list[jobs.Cell]:
-    """Every combination; a line for each allocator whose library is missing."""
+    """Return every combination; print a line for each allocator whose library is missing."""
     absent = {name: line for name in options.allocators if (line := preloads.missing(name))}
     for line in absent.values():
         print(f"skipped {line}")
@@ -90,12 +90,12 @@ def cells(options: argparse.Namespace) -> list[jobs.Cell]:
 
 
 def name_of(cell: jobs.Cell) -> str:
-    """A combination as its line names it."""
+    """Return a combination as its line names it."""
     return f"{cell.kernels} kernels, recompute {RECOMPUTE[cell.recompute]}, {cell.ranks} rank(s), {cell.allocator}"
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Every combination in turn. ratio: seconds with the stock allocator over the row's, None when stock was not measured."""
+    """Measure every combination in turn. ratio: seconds with the stock allocator over the row's, None without stock."""
     core.apply_quick(options, QUICK)
     batch = options.global_batch_size or 4 * options.micro_batch_size
     planned = {
@@ -140,7 +140,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
-    """The table. Faults and system seconds are of an iteration, of rank 0."""
+    """Return the table. Faults and system seconds are of an iteration, of rank 0."""
     title = (
         f"{result['recipe']} {result['dtype']}, micro-batch {result['micro_batch_size']}, global batch "
         f"{result['global_batch_size']}, {result['threads']} threads for all ranks together: measured, "

@@ -33,7 +33,7 @@ SDPA = "torch sdpa"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which model's shapes."""
+    """Add the options that choose a model's shapes."""
     driver.add_arguments(parser)
     parser.add_argument(
         "--num-query-groups",
@@ -74,7 +74,7 @@ class Shape:
 
 
 def shape_of(options: argparse.Namespace) -> Shape:
-    """A rank's shape in the run of `options`."""
+    """Return a rank's shape in the run of `options`."""
     length = (
         {}
         if options.seq_length is None
@@ -93,7 +93,7 @@ def shape_of(options: argparse.Namespace) -> Shape:
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """Forward, forward with backward, and the next token of sequences."""
+    """Yield forward, forward with backward, and the next token of sequences."""
     shape = shape_of(options)
     b = options.micro_batch_size
     torch.manual_seed(0)
@@ -132,7 +132,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def decoding(shape: Shape, rows: int, dtype: torch.dtype, common: dict) -> Case:
-    """One token of each of `rows` samples, whose caches are full."""
+    """Return the case of one token of each of `rows` samples, whose caches are full."""
     slots = min(shape.window or shape.s, shape.s)
     qkv = torch.randn(rows, (shape.heads + 2 * shape.groups) * shape.d).to(dtype)
     keys, values = (torch.randn(rows, shape.groups, slots, shape.d).to(dtype) for _ in range(2))
@@ -161,7 +161,7 @@ def decoding(shape: Shape, rows: int, dtype: torch.dtype, common: dict) -> Case:
 
 
 def part_of_ranks(shape: Shape, b: int, dtype: torch.dtype, common: dict) -> Case:
-    """Forward with backward of the second half of the queries and the first half of the keys, as ranks of a sequence compute it."""
+    """Return the case of forward with backward of the second half of the queries and the first half of the keys."""
     half = shape.s // 2
     heads = shape.heads
     groups = shape.groups
@@ -207,7 +207,7 @@ def part_of_ranks(shape: Shape, b: int, dtype: torch.dtype, common: dict) -> Cas
 def torch_calls(
     qkv: Tensor, dout: Tensor, shape: Shape
 ) -> tuple[Callable[[], object], Callable[[], None]]:
-    """(forward, forward and backward) of torch on the same tensor."""
+    """Return (forward, forward and backward) of torch on the same tensor."""
     leaf = qkv.detach().clone().requires_grad_()
     mask = mask_of(shape)
 
@@ -222,14 +222,14 @@ def torch_calls(
 
 
 def mask_of(shape: Shape) -> Tensor | None:
-    """(s, s), true where a query sees a key; None without a window, for which torch has a flag."""
+    """Return (s, s), true where a query sees a key; None without a window, for which torch has a flag."""
     if shape.window is None:
         return None
     return torch.ones(shape.s, shape.s, dtype=torch.bool).tril().triu(1 - shape.window)
 
 
 def sdpa(qkv: Tensor, shape: Shape, mask: Tensor | None) -> Tensor:
-    """(s, b, (heads + 2 groups) d) -> (s, b, heads d), of as many groups as qkv has."""
+    """Attend by torch: (s, b, (heads + 2 groups) d) -> (s, b, heads d), of as many groups as qkv has."""
     s, b, _ = qkv.shape
     slots = qkv.view(s, b, -1, sum(shape.slots), shape.d).permute(
         1, 2, 3, 0, 4
@@ -247,7 +247,7 @@ def sdpa(qkv: Tensor, shape: Shape, mask: Tensor | None) -> Tensor:
 
 
 def error(qkv: Tensor, dout: Tensor, shape: Shape, out: Tensor, dqkv: Tensor | None) -> float:
-    """Largest difference of the last sample's last group from double precision, relative to the largest value there."""
+    """Return the largest difference of the last sample's last group from double precision, relative to the largest value there."""
     one_in = sum(shape.slots) * shape.d
     one_out = shape.slots[0] * shape.d
     one = qkv[:, -1:, -one_in:].double().requires_grad_()  # (s, 1, (heads / groups + 2) d)

@@ -26,12 +26,12 @@ Answer = Callable[[Mapping[str, Any]], None]
 
 
 def python(module: str, order: Mapping[str, Any]) -> list[str]:
-    """The command of a module of this package."""
+    """Return the command of a module of this package."""
     return [sys.executable, "-m", f"{__package__}.{module}", json.dumps(order)]
 
 
 def mpiexec() -> str:
-    """The mpiexec next to python, else that on the PATH. ValueError when there is none."""
+    """Return the mpiexec next to python, else the one on the PATH. ValueError when there is none."""
     path = shutil.which(
         "mpiexec", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
     )
@@ -51,21 +51,21 @@ class Child:
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
 
     def ask(self, line: str) -> dict[str, Any]:
-        """Its answer to a line. RuntimeError when it ends before it answers."""
+        """Send a line and return the process's answer. RuntimeError when the process ends before."""
         with contextlib.suppress(BrokenPipeError):  # it ended; answer() says so
             self.process.stdin.write(f"{line}\n")
             self.process.stdin.flush()
         return self.answer()
 
     def answer(self) -> dict[str, Any]:
-        """The next record; the first says that the process is ready. RuntimeError when it ends before."""
+        """Return the next record; the first says that the process is ready. RuntimeError when the process ends before."""
         line = self.process.stdout.readline()
         if not line:
             raise self._ended()
         return json.loads(line)
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """All records until the process ends. RuntimeError when it fails."""
+        """Yield all records until the process ends. RuntimeError when the process fails."""
         yield from map(json.loads, self.process.stdout)
         if self.process.wait():
             raise self._ended()
@@ -91,7 +91,7 @@ class Child:
 
 
 def ranks(count: int, module: str, order: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The records of rank 0 of a module of this package, one thread a rank. RuntimeError when the ranks fail."""
+    """Yield the records of rank 0 of a module of this package, one thread a rank. RuntimeError when the ranks fail."""
     command = [mpiexec(), "-n", str(count), *python(module, order)]
     with Child(
         command, {**os.environ, "OMP_NUM_THREADS": "1"}, f"{count} ranks of {module}"
@@ -100,7 +100,7 @@ def ranks(count: int, module: str, order: Mapping[str, Any]) -> Iterator[dict[st
 
 
 def order() -> tuple[dict[str, Any], Answer]:
-    """In the process itself: (its JSON argument, what sends an answer). What libraries print goes to standard error from now on."""
+    """Return this process's JSON argument and the function that sends an answer; send what libraries print to standard error."""
     stream = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return json.loads(sys.argv[1]), lambda record: print(

@@ -95,7 +95,7 @@ class Apart:
         self.ready = {}
 
     def step(self) -> dict[str, float]:
-        """As `Contestant.step`; peak memory covers both steps."""
+        """Train as `Contestant.step`; peak memory covers both steps."""
         with Contestant(self.task) as contestant:
             self.ready = contestant.ready
             contestant.step()  # the first one makes the optimizer's state and warms up
@@ -143,7 +143,7 @@ class _HuggingFace(nn.Module):
             parameter.copy_(in_their_shape(ours(part.ours), part, self.model))
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Mean cross-entropy. tokens, labels (b, s) -> ()."""
+        """Return the mean cross-entropy. tokens, labels (b, s) -> ()."""
         return F.cross_entropy(self.gpt(tokens).logits.flatten(0, 1), labels.flatten())
 
 
@@ -159,7 +159,7 @@ BASELINES = (*MODELS, TRL)
 
 
 def check_baseline(task: Task) -> None:
-    """ValueError when a package or compiler is missing, and for a run that the baseline has not."""
+    """Raise ValueError when a package or compiler is missing, and for a run that the baseline has not."""
     run = shapes.run_from_json(task.recipe, task.values)
     name = task.baseline
     check(
@@ -207,7 +207,7 @@ def initial_weights(run: RunConfig) -> Callable[[str], Tensor]:
 
 
 def build(name: str, run: RunConfig) -> nn.Module:
-    """The baseline's model with our initial weights; (tokens (b, s), labels (b, s)) -> loss ()."""
+    """Build the baseline's model with our initial weights; (tokens (b, s), labels (b, s)) -> loss ()."""
     model = MODELS[name](run, padded_vocab_size(run.model, 1))
     with torch.no_grad():
         model.take(initial_weights(run))
@@ -249,7 +249,7 @@ class BaselineTrainer:
         self.microbatches = size // b
 
     def step(self) -> float:
-        """One iteration; the mean loss."""
+        """Train one iteration and return the mean loss."""
         self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for samples in itertools.islice(self.batches, self.microbatches):
@@ -318,7 +318,7 @@ def in_turn(step: Callable[[], float]) -> Train:
 
 
 def _side(task: Task) -> tuple[Train, dict[str, Any]]:
-    """(Training, facts for the report)."""
+    """Return the training, and facts for the report."""
     run = shapes.run_from_json(task.recipe, task.values)
     if task.side == "ours":
         return _our_side(run)
@@ -331,7 +331,7 @@ def _side(task: Task) -> tuple[Train, dict[str, Any]]:
 
 
 def sft_baseline(run: RunConfig, load_in: str | None, compiled: bool) -> sft.SFTBaseline:
-    """trl's trainer with our initial weights."""
+    """Return trl's trainer with our initial weights."""
     ours = initial_weights(run)
     return sft.SFTBaseline(
         run, lambda: build("hf", run).gpt, ours, load_in=load_in, compiled=compiled
@@ -352,7 +352,7 @@ def _our_side(run: RunConfig) -> tuple[Train, dict[str, Any]]:
 
 
 def main(order: dict[str, Any], answer: child.Answer) -> None:
-    """The process's own end of the pipe."""
+    """Run the process's own end of the pipe."""
     task = Task(**order)
     try:
         train, facts = _side(task)

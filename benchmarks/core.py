@@ -47,12 +47,12 @@ def run(family: Any, options: argparse.Namespace) -> None:
 
 
 def command_line() -> str:
-    """The command of this process, to be run again."""
+    """Return the command of this process, to be run again."""
     return shlex.join(["python", "-m", __package__, *sys.argv[1:]])
 
 
 def apply_quick(options: argparse.Namespace, values: Mapping[str, Any]) -> None:
-    """With --quick, use `values` for the options that are at their defaults."""
+    """Use `values` for the options that are at their defaults, under --quick."""
     if options.quick:
         vars(options).update(
             {
@@ -66,7 +66,7 @@ def apply_quick(options: argparse.Namespace, values: Mapping[str, Any]) -> None:
 def quiet_rounds(
     one_round: Callable[[int], tuple[T, bool]], rounds: int, patience: int
 ) -> tuple[list[T], int]:
-    """(so many rounds that nobody disturbed, 0 or the number of discarded ones); if there are too few of them after `patience`
+    """Return (`rounds` that nobody disturbed, 0 or the number of discarded ones); if there are too few of them after `patience`
     times as many rounds, (all rounds, -1).
 
     one_round: takes the round's number; returns its figures and whether other processes left us the cores.

@@ -38,7 +38,7 @@ Side = Callable[[int], list[int]]  # the tokens that follow, so many
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this family."""
+    """Add the options of this family."""
     parser.add_argument("--model", default="124m", choices=hf_models.MODELS)
     parser.add_argument("--baseline", default=SIDES[1], choices=(SIDES[1], LLAMA_CPP))
     parser.add_argument(
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Both sides in turn; seconds are of a token. ValueError for options that do not fit."""
+    """Measure both sides in turn; seconds are of a token. ValueError for options that do not fit."""
     check(options.new_tokens > 1, f"--new-tokens {options.new_tokens}: pass 2 or more")
     allocator.tune("tuned")
     torch.set_num_threads(options.threads)
@@ -127,7 +127,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def our_side(loaded: LoadedModel, prompt: list[int]) -> Side:
-    """`fugaku-megatron generate` without its command line."""
+    """Return `fugaku-megatron generate` without its command line."""
 
     def write(count: int) -> list[int]:
         *_, (ids,) = steps(loaded, [prompt], count, hf_models.GREEDY, lambda sample, ids: False)
@@ -137,7 +137,7 @@ def our_side(loaded: LoadedModel, prompt: list[int]) -> Side:
 
 
 def their_side(model: Any, prompt: torch.Tensor) -> Side:
-    """transformers' generate. prompt (s,)."""
+    """Return transformers' generate. prompt (s,)."""
     flags = {
         "do_sample": False,
         "use_cache": True,
@@ -160,13 +160,13 @@ def seconds_of_a_token(write: Side, count: int) -> float:
 
 
 def read_rate() -> float:
-    """GB/s at which this process reads memory: the best of some passes over 256 MiB."""
+    """Return GB/s at which this process reads memory: the best of some passes over 256 MiB."""
     x = torch.ones(1 << 26)
     return x.nbytes / min(seconds(lambda: kernels.squared_norm(x)) for _ in range(5)) / 1e9
 
 
 def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
-    """The table."""
+    """Return the table."""
     if options.baseline == LLAMA_CPP:
         return llama_cpp.text(options, result)
     lines = [

@@ -34,7 +34,7 @@ TRANSFORMERS = "transformers"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Sizes of a rank's layer."""
+    """Add the sizes of a rank's layer."""
     driver.add_arguments(parser)
     parser.add_argument("--seq-length", type=int, default=8192, metavar="N")
     for name, default in (
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """The rule in forward, with backward, and of the next token; the convolution and the norm."""
+    """Yield the rule in forward, with backward, and of the next token; the convolution and the norm."""
     heads = DeltaHeads(options.key_heads, options.value_heads, options.key_size, options.value_size)
     check(
         heads.value_heads % heads.key_heads == 0,
@@ -66,7 +66,7 @@ def channels(heads: DeltaHeads) -> int:
 
 
 def reference(name: str) -> Any:
-    """An object of transformers' model."""
+    """Return an object of transformers' model."""
     try:
         from transformers.models.qwen3_next import modeling_qwen3_next
     except ImportError as error:
@@ -77,6 +77,7 @@ def reference(name: str) -> Any:
 
 
 def rules(options: argparse.Namespace, heads: DeltaHeads) -> Iterator[Case]:
+    """Yield the rule in forward, and in forward with backward."""
     s = options.seq_length
     b = options.micro_batch_size
     n = heads.value_heads
@@ -145,7 +146,7 @@ def called(
     beta: Tensor,
     **state: Any,
 ) -> Tensor:
-    """The result (s, b, value_heads value_size) of a function of transformers, which takes (b, s, heads, size)."""
+    """Return the result (s, b, value_heads value_size) of a function of transformers, which takes (b, s, heads, size)."""
     queries, keys, values = heads.split(qkv)
     queries, keys, values = (x.transpose(0, 1) for x in (queries, keys, values.flatten(2, 3)))
     results, _ = rule(
@@ -161,7 +162,7 @@ def called(
 
 
 def decoding(options: argparse.Namespace, heads: DeltaHeads) -> Case:
-    """One token of each of --micro-batch-size samples."""
+    """Return the case of one token of each of --micro-batch-size samples."""
     rows = options.micro_batch_size
     qkv = torch.randn(rows, channels(heads)).to(DTYPES[options.dtype])
     decay = -torch.rand(rows, heads.value_heads) / 8
@@ -187,7 +188,7 @@ def decoding(options: argparse.Namespace, heads: DeltaHeads) -> Case:
 
 
 def convolution(options: argparse.Namespace, heads: DeltaHeads) -> Case:
-    """Forward and backward."""
+    """Return the case of forward and backward."""
     b = options.micro_batch_size
     dtype = DTYPES[options.dtype]
     x = torch.randn(options.seq_length, b, channels(heads)).to(dtype)
@@ -225,7 +226,7 @@ def convolution(options: argparse.Namespace, heads: DeltaHeads) -> Case:
 
 
 def norm(options: argparse.Namespace, heads: DeltaHeads) -> Case:
-    """Forward and backward."""
+    """Return the case of forward and backward."""
     tokens = options.seq_length * options.micro_batch_size
     dtype = DTYPES[options.dtype]
     shape = (tokens, heads.value_heads, heads.value_size)

@@ -27,7 +27,7 @@ SETTLED = 0.75  # of the best rate: two threads on one core have half of it
 
 
 def busy_seconds() -> float:
-    """CPU seconds of this machine since its start that were not idle; the system counts in hundredths of a second."""
+    """Return CPU seconds of this machine since its start that were not idle; the system counts in hundredths of a second."""
     times = psutil.cpu_times()
     return sum(
         getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal")
@@ -35,7 +35,7 @@ def busy_seconds() -> float:
 
 
 def own_seconds() -> float:
-    """CPU seconds of this process and of all that it started, ended ones included."""
+    """Return CPU seconds of this process and of all that it started, ended ones included."""
     total = sum(os.times()[:4])
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has just ended
@@ -53,7 +53,7 @@ class Watch:
         self._others = busy_seconds() - own()
 
     def others(self) -> float:
-        """CPU seconds of all other processes, and those stolen by other virtual machines, over the wall time of `threads` cores."""
+        """Return CPU seconds of all other processes, and those stolen by other virtual machines, over the wall time of `threads` cores."""
         return (busy_seconds() - self._own() - self._others) / (
             self._threads * (time.perf_counter() - self._begin)
         )
@@ -90,7 +90,7 @@ class Settling:
     def run(
         self, work: Callable[[], Any], clock: Callable[[], float], threads: int
     ) -> tuple[Any, bool]:
-        """(What `work` returns, whether so many threads had a core each meanwhile). clock: of their processor time."""
+        """Return the result of `work`, and whether so many threads had a core each meanwhile. clock: of their processor time."""
         self.wait()
         wall = time.perf_counter()
         cpu = clock()
@@ -100,5 +100,5 @@ class Settling:
 
 
 def multiply_adds() -> None:
-    """Two milliseconds of the threads that torch and the kernels share."""
+    """Run two milliseconds of multiply-adds on the threads that torch and the kernels share."""
     fma_gflops(SETTLE_STEPS)

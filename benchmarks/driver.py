@@ -91,7 +91,7 @@ class Case:
     details: dict = field(default_factory=dict)
 
     def run(self) -> None:
-        """The kernels, one after another."""
+        """Run the kernels, one after another."""
         for call in self.calls:
             call.run()
 
@@ -102,12 +102,12 @@ class Case:
 
 
 def relative_error(ours: torch.Tensor, exact: torch.Tensor) -> float:
-    """Largest difference, relative to the largest exact value. Any shape."""
+    """Return the largest difference, relative to the largest exact value. Any shape."""
     return float((ours.double() - exact).abs().max() / exact.abs().max())
 
 
 def add_arguments(parser: argparse.ArgumentParser, dtypes: Sequence[str] = tuple(DTYPES)) -> None:
-    """The options of every family of kernels. dtypes: choices of --dtype."""
+    """Add the options of every family of kernels. dtypes: choices of --dtype."""
     shapes.add_arguments(parser)
     parser.add_argument(
         "--target", default=kernels.active(), help="kernel target, or all (default: %(default)s)"
@@ -122,12 +122,12 @@ def add_arguments(parser: argparse.ArgumentParser, dtypes: Sequence[str] = tuple
 
 
 def family(cases: Cases) -> tuple[Callable[..., dict[str, Any]], Callable[..., str]]:
-    """`measure` and `text` of a family that compares `cases`."""
+    """Return `measure` and `text` of a family that compares `cases`."""
     return functools.partial(measure, cases), text
 
 
 def measure(cases: Cases, options: argparse.Namespace) -> dict[str, Any]:
-    """Every selected case on every selected target; prints a row when it is measured. ValueError when --only selects nothing."""
+    """Measure every selected case on every selected target; print each row. ValueError when --only selects nothing."""
     known = [*kernels.runnable_targets(), "all"]
     check(
         options.target in known,
@@ -165,7 +165,7 @@ def measure(cases: Cases, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def machine(dtype: str) -> dict:
-    """Clock in GHz from dependent additions, FMA peak in GFLOP/s, triad bandwidth in GB/s (12 bytes an element).
+    """Measure the clock in GHz from dependent additions, FMA peak in GFLOP/s, triad bandwidth in GB/s (12 bytes an element).
 
     Rows of --dtype int8 add the peak of INT8 in Gop/s.
     """
@@ -179,7 +179,7 @@ def machine(dtype: str) -> dict:
 
 
 def selected(cases: Cases, options: argparse.Namespace) -> Iterator[Case]:
-    """The cases that --only leaves."""
+    """Return the cases that --only leaves."""
     return (case for case in cases(options) if options.only in case.name)
 
 
@@ -191,7 +191,7 @@ def measured_row(
     settling: Settling,
     rivals: Sequence[Rival],
 ) -> dict:
-    """The row of one case; the rate of operations is None where memory bounds it. rivals: are at the case before."""
+    """Measure the row of one case; the rate of operations is None where memory bounds it. rivals: are at the case before."""
     case.run()
     max_error = case.error()
     case.baseline_run()
@@ -241,7 +241,7 @@ def one_round(
     rivals: Sequence[Rival],
     baseline_first: bool,
 ) -> tuple[tuple[float, ...], bool]:
-    """((seconds, the baseline's, GFLOP/s of multiply-adds, the rivals' seconds), whether other processes left us the cores).
+    """Return ((seconds, the baseline's, GFLOP/s of multiply-adds, the rivals' seconds), whether other processes left us the cores).
 
     The second of the two finds what both read in the caches.
     """
@@ -258,7 +258,7 @@ def one_round(
 
 
 def repeat_line(case: Case, options: argparse.Namespace, target: str) -> str:
-    """The command that measures this row again: options that are not at their defaults, and this row alone."""
+    """Return the command that measures this row again: options that are not at their defaults, and this row alone."""
     words = [
         f"--{name.replace('_', '-')}={value}"
         for name, value in vars(options).items()
@@ -278,7 +278,7 @@ def repeat_line(case: Case, options: argparse.Namespace, target: str) -> str:
 
 
 def line(row: dict) -> str:
-    """A row as printed."""
+    """Return a row as printed."""
     fraction, rate = (
         ("peak_fraction", f"{row['gflops']:8.1f} GFLOP/s")
         if row["gflops"] is not None
@@ -298,12 +298,12 @@ def line(row: dict) -> str:
 
 
 def peak_name(row: dict) -> str:
-    """Which peak a row's "peak_fraction" refers to."""
+    """Return the name of the peak that a row's "peak_fraction" refers to."""
     return "INT8 peak" if row["dtype"] == INT8 else "FMA peak"
 
 
 def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
-    """Geometric means of all rows."""
+    """Return the geometric means of all rows."""
     rows = result["rows"]
     of_each = {
         "the baseline": [row["ratio"] for row in rows],
@@ -327,7 +327,7 @@ def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
 
 
 def geometric_mean(values: list[float]) -> float:
-    """exp of the mean logarithm."""
+    """Return the exponential of the mean logarithm."""
     return math.exp(statistics.fmean(map(math.log, values)))
 
 
@@ -347,7 +347,7 @@ class Rival(child.Child):
         self.name = self.ready["name"]
 
     def take_turn(self) -> tuple[float, bool]:
-        """(seconds of the case that `ask("next")` went to, whether nobody disturbed it)."""
+        """Return (seconds of the case that `ask("next")` went to, whether nobody disturbed it)."""
         time.sleep(PAUSE)
         done = self.ask("run")
         time.sleep(PAUSE)
@@ -377,7 +377,7 @@ def start_rivals(stack: ExitStack, options: argparse.Namespace, case: Case) -> l
 
 
 def introduction(kind: str) -> dict[str, str]:
-    """The name of a rival's library, and what is missing for it."""
+    """Return the name of a rival's library, and what is missing for it."""
     if kind != OPENBLAS:
         return {"name": kind}
     try:
@@ -387,7 +387,7 @@ def introduction(kind: str) -> dict[str, str]:
 
 
 def main() -> None:
-    """A rival's process: the lines "next" and "run"."""
+    """Run a rival's process, which answers the lines "next" and "run"."""
     order, answer = child.order()
     kind = order["kind"]
     options = argparse.Namespace(**order["options"])

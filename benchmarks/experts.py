@@ -34,7 +34,7 @@ LOADS = ("even", "skewed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which model's experts, how many of them, and rows of each."""
+    """Add the options of the model, the number of experts and the rows of each."""
     driver.add_arguments(parser)
     parser.set_defaults(recipe="qwen3-30b-a3b")
     parser.add_argument(
@@ -82,7 +82,7 @@ class Work:
         return run
 
     def in_torch(self, op: str, out: Tensor) -> Callable[[], None]:
-        """torch's matmul for each expert, into memory that it already has."""
+        """Return torch's matmul for each expert, into memory that it already has."""
         x = self.x
         grad = self.grad
         weight = self.weight
@@ -95,7 +95,7 @@ class Work:
         return self.each(lambda e, rows: out[e].add_(grad[rows].T @ x[rows]))
 
     def in_grouped_mm(self, op: str, out: Tensor) -> Callable[[], object] | None:
-        """torch._grouped_mm; None where it is missing, or does not take the case."""
+        """Return torch._grouped_mm; None where it is missing, or does not take the case."""
         ends = torch.tensor(self.counts).cumsum(0).int()
         calls: dict[str, Callable[[], object]] = {
             "forward": lambda: torch._grouped_mm(self.x, self.weight.transpose(1, 2), offs=ends),
@@ -109,7 +109,7 @@ class Work:
         return calls[op]
 
     def dense(self, op: str, out: Tensor) -> Call:
-        """One matmul of as many FLOPs with one weight, or gradient."""
+        """Return one matmul of as many FLOPs with one weight, or gradient."""
         operands = {
             "forward": (self.x, self.weight[0], out),
             "data_grad": (self.grad, self.weight[0], out),
@@ -125,7 +125,7 @@ class Work:
         )
 
     def grouped(self, op: str, out: Tensor) -> Call:
-        """The call that is measured."""
+        """Return the call that is measured."""
         counts = torch.tensor(self.counts)
         if op == "weight_grad":
             return Call("grouped_linear_weight_gradient", self.grad, self.x, counts, out)
@@ -134,13 +134,13 @@ class Work:
         return Call("grouped_linear_data_gradient", self.grad, self.weight, counts, out)
 
     def out(self, op: str) -> Tensor:
-        """Memory for the result of `op`: (n, o), (n, k), or zeros (e, o, k) in FP32."""
+        """Make memory for the result of `op`: (n, o), (n, k), or zeros (e, o, k) in FP32."""
         if op == "weight_grad":
             return torch.zeros(self.weight.shape)
         return torch.empty_like(self.grad if op == "forward" else self.x)
 
     def error(self, op: str, out: Tensor) -> float:
-        """`sampled_error` of the last expert."""
+        """Return `sampled_error` of the last expert."""
         expert, rows = list(row_groups(self.counts))[-1]
         x = self.x[rows]
         grad = self.grad[rows]
@@ -151,7 +151,7 @@ class Work:
 
 
 def counts_of(options: argparse.Namespace, load: str) -> tuple[int, ...]:
-    """Rows of each expert."""
+    """Return the rows of each expert."""
     e = options.experts
     total = options.experts * options.rows
     if load == "even" or e == 1:
@@ -164,7 +164,7 @@ def counts_of(options: argparse.Namespace, load: str) -> tuple[int, ...]:
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """Three matmuls of both linear layers of the experts, each against all opponents, then what is around them.
+    """Yield three matmuls of both linear layers of the experts, each against all opponents, then what is around them.
 
     ValueError for a model without experts.
     """
@@ -199,7 +199,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def op_cases(work: Work, op: str, load: str) -> Iterator[Case]:
-    """One matmul against dense, torch, and torch._grouped_mm."""
+    """Yield one matmul against dense, torch, and torch._grouped_mm."""
     out = work.out(op)
     theirs = work.out(op)
     opponents = {
@@ -222,7 +222,7 @@ def op_cases(work: Work, op: str, load: str) -> Iterator[Case]:
 
 
 def routing(rows: int, e: int, k: int, model: ModelConfig) -> Case:
-    """Experts and scores of random logits (rows, e), without bias and groups, and the gradient of the logits."""
+    """Return the case of experts and scores of random logits (rows, e), without bias and groups, and the gradient of the logits."""
     kind = kind_of_scores(model)
     logits = torch.randn(rows, e)
     dscores = torch.randn(rows, k)
@@ -257,7 +257,7 @@ def routing(rows: int, e: int, k: int, model: ModelConfig) -> Case:
 
 
 def order(rows: int, e: int, k: int, h: int, dtype: torch.dtype) -> Iterator[Case]:
-    """The order of pairs of random experts, rows (rows, h) in this order, and the sum of each token's."""
+    """Yield the order of pairs of random experts, rows (rows, h) in this order, and the sum of each token's."""
     chosen = torch.randint(e, (rows, k))
     (x,) = random(dtype, 1, rows, h)
     counts = torch.empty(e, dtype=torch.int64)
@@ -299,7 +299,7 @@ def order(rows: int, e: int, k: int, h: int, dtype: torch.dtype) -> Iterator[Cas
 
 
 def scaled_gate(rows: int, f: int, dtype: torch.dtype) -> Case:
-    """silu(gate) up times a factor of each row, and all gradients; gate and up (rows, f)."""
+    """Return the case of silu(gate) up times a factor of each row, and all gradients; gate and up (rows, f)."""
     x = torch.randn(rows, 2, f).to(dtype)
     (dy,) = random(dtype, 1, rows, f)
     factors = torch.rand(rows)

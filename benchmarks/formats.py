@@ -85,7 +85,7 @@ class Task:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this family."""
+    """Add the options of this family."""
     parser.add_argument(
         "--data-path",
         default="demo/corpus_text_document",
@@ -120,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def values_of(options: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """Fields of the run without its format."""
+    """Return the fields of the run without its format."""
     return {
         **MODEL,
         "num_layers": options.num_layers,
@@ -140,7 +140,7 @@ def values_of(options: argparse.Namespace, seed: int) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """The curves of every format and seed, and the errors of gradients. RuntimeError when a process fails."""
+    """Measure the curves of every format and seed, and the errors of gradients. RuntimeError when a process fails."""
     data = Path(f"{options.data_path}.idx")
     check(
         data.exists(),
@@ -198,7 +198,7 @@ def run_task(task: Task, threads: int) -> list[dict[str, Any]]:
 
 
 def summary(runs: Sequence[dict[str, Any]], formats: Sequence[str]) -> list[dict[str, Any]]:
-    """A row of final validation losses for each format, compared with BF16's, seed by seed."""
+    """Return a row of final validation losses for each format, compared with BF16's, seed by seed."""
     last = {(run["format"], run["seed"]): run["curve"][-1]["valid_loss"] for run in runs}
     rows = []
     for name in formats:
@@ -219,7 +219,7 @@ def summary(runs: Sequence[dict[str, Any]], formats: Sequence[str]) -> list[dict
 def by_parameter(
     errors: Sequence[Sequence[dict[str, Any]]], formats: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """A row for each kind of matmul: the mean over layers of the relative error in each format."""
+    """Return a row for each kind of matmul: the mean over layers of the relative error in each format."""
     rows = []
     for matmul in MATMULS:
         row: dict[str, Any] = {"parameter": matmul}
@@ -231,7 +231,7 @@ def by_parameter(
 
 
 def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
-    """Both tables."""
+    """Return both tables."""
     errors = [column for column in ERRORS if column[2] in ("parameter", *options.formats)]
     return (
         f"{core.table(LOSSES, result['losses'])}\n\n{core.table(errors, result['gradients'])}\n"
@@ -273,6 +273,7 @@ def draw_losses(axes: Any, runs: Sequence[dict[str, Any]], colors: dict[str, str
 
 
 def draw_differences(axes: Any, runs: Sequence[dict[str, Any]], colors: dict[str, str]) -> None:
+    """Draw each seed's loss over BF16's, in per cent."""
     baselines = {run["seed"]: valid_losses(run) for run in runs if run["format"] == BF16}
     for run in runs:
         if run["format"] == BF16:
@@ -289,6 +290,7 @@ def draw_differences(axes: Any, runs: Sequence[dict[str, Any]], colors: dict[str
 def draw_gradient_errors(
     axes: Any, layers: dict[str, list[dict[str, Any]]], colors: dict[str, str]
 ) -> None:
+    """Draw the errors of weight gradients by layer."""
     for name, records in layers.items():
         for style, matmul in zip(("-", "--", "-.", ":"), MATMULS, strict=True):
             found = [record for record in records if record["matmul"] == matmul]
@@ -304,7 +306,7 @@ def draw_gradient_errors(
 
 
 def valid_losses(run: dict[str, Any]) -> dict[int, float]:
-    """Validation loss by iteration."""
+    """Return the validation loss by iteration."""
     return {point["iteration"]: point["valid_loss"] for point in run["curve"]}
 
 
@@ -351,7 +353,7 @@ def gradient_errors(trainer: Any, task: Task) -> Iterator[dict[str, Any]]:
 
 
 def exact_gradients(trainer: Any) -> dict[str, torch.Tensor]:
-    """Gradients of the first batch's mean loss by plain PyTorch in FP64, at the trainer's weights."""
+    """Return the gradients of the first batch's mean loss by plain PyTorch in FP64, at the trainer's weights."""
     run = trainer.run
     model = PlainGPT(run.model, padded_vocab_size(run.model, 1)).double()
     weights = {p.spec.name: p for p in trainer.stage.parameters()}
@@ -365,7 +367,7 @@ def exact_gradients(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def main(order: dict[str, Any], answer: child.Answer) -> None:
-    """The process's own end of the pipe."""
+    """Run the process's own end of the pipe."""
     task = Task(**order)
     run = shapes.run_from_json("demo", task.values)
     world = SoloComm()

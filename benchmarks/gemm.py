@@ -34,7 +34,7 @@ TORCH_HERE = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which model's shapes; both widths of torch's MKL by default."""
+    """Add the options of the model's shapes; both widths of torch's MKL by default."""
     driver.add_arguments(parser, (*DTYPES, INT8))
     parser.set_defaults(mkl=preloads.BOTH)
     parser.add_argument(
@@ -46,14 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def matmul_shapes(options: argparse.Namespace) -> list[tuple[int, int, int]]:
-    """(M, N, K) of every linear layer and the logits, each once."""
+    """Return (M, N, K) of every linear layer and the logits, each once."""
     run = shapes.run_of(options)
     records = [*layer_records(run), *head_records(run, tied=True)]
     return list(dict.fromkeys(r.gemm for r in records if r.gemm and r.name != "attention"))
 
 
 def pack(weight: torch.Tensor, transposed: bool, parts: dict[str, bool]) -> torch.Tensor:
-    """The weight packed for the target in use. parts: arguments of its matmul."""
+    """Pack the weight for the target in use. parts: arguments of its matmul."""
     packed = torch.empty(
         kernels.packed_weight_size(*weight.shape, weight.dtype, transposed, **parts),
         dtype=torch.uint8,
@@ -63,13 +63,13 @@ def pack(weight: torch.Tensor, transposed: bool, parts: dict[str, bool]) -> torc
 
 
 def sampled_error(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> float:
-    """Largest difference from left @ right in double on some rows, relative to the largest value there."""
+    """Return the largest difference from left @ right in double on some rows, relative to the largest value there."""
     picked = torch.linspace(0, out.shape[0] - 1, min(SAMPLE_ROWS, out.shape[0])).long()
     return relative_error(out[picked], left[picked].double() @ right.double())
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """Three matmuls of each layer. Raises ValueError for bf16x3 of other operands or on a target that cannot."""
+    """Yield three matmuls of each layer. ValueError for bf16x3 of other operands or on a target that cannot."""
     splits = options.fp32_matmul == "bf16x3"
     check(
         not splits or options.dtype == "fp32",
@@ -100,7 +100,7 @@ class Operands:
         return cls(*(torch.randn(sizes).to(dtype) for sizes in ((m, k), (n, k), (m, n))))
 
     def calls(self, parts: dict[str, bool]) -> tuple[Call, Call, Call]:
-        """Forward, data gradient and weight gradient, the last argument of each the result. parts: how they multiply."""
+        """Return forward, data gradient and weight gradient, the last argument of each the result. parts: how they multiply."""
         out = torch.empty_like(self.grad)
         dx = torch.empty_like(self.x)
         main = torch.zeros(self.weight.shape)
@@ -129,7 +129,7 @@ class Operands:
         return (self.x, self.weight.T), (self.grad, self.weight), (self.grad.T, self.x)
 
     def torch_runs(self) -> tuple[Callable[[], object], ...]:
-        """The same in torch, which writes into memory it already holds, as the kernels do."""
+        """Return the same in torch, which writes into its own memory, as the kernels do."""
         out = torch.empty_like(self.grad)
         dx = torch.empty_like(self.x)
         return (
@@ -142,7 +142,7 @@ class Operands:
 def layer_cases(
     shape: tuple[int, int, int], dtype: torch.dtype, parts: dict[str, bool]
 ) -> Iterator[Case]:
-    """Forward, data gradient, weight gradient of one layer."""
+    """Yield forward, data gradient, weight gradient of one layer."""
     operands = Operands.random(shape, dtype)
     calls = operands.calls(parts)
     int8 = "int8" in parts

@@ -74,16 +74,16 @@ class Job:
     warm_up: int = 1
 
     def command(self) -> list[str]:
-        """The command line; LD_PRELOAD and OMP_NUM_THREADS are in `environment`."""
+        """Return the command line; LD_PRELOAD and OMP_NUM_THREADS are in `environment`."""
         return [mpiexec(), "-n", str(self.ranks), sys.executable, str(PROGRAM), *self.flags]
 
     def environment(self) -> dict[str, str]:
-        """The variables of the job's processes."""
+        """Return the variables of the job's processes."""
         return {**preloads.environment(self.preload), "OMP_NUM_THREADS": str(self.threads)}
 
 
 def add_threads(parser: argparse.ArgumentParser) -> None:
-    """The option that says how many cores the ranks share."""
+    """Add the option for the cores that the ranks share."""
     parser.add_argument(
         "--threads",
         type=int,
@@ -100,7 +100,7 @@ def job(
     warm_up: int = 1,
     **more: Any,
 ) -> Job:
-    """The training job of a cell on mock tokens. options: recipe, threads, dtype; more: fields of the run.
+    """Return the training job of a cell on mock tokens. options: recipe, threads, dtype; more: fields of the run.
 
     ValueError when the model does not divide or there are too few threads.
     """
@@ -191,13 +191,13 @@ def run(job: Job) -> Measured:
 
 
 def allocator(log: str) -> str:
-    """The allocator that the log names: "tcmalloc", "glibc 2.36, tuned" ..., or "unknown"."""
+    """Return the allocator that the log names: "tcmalloc", "glibc 2.36, tuned" ..., or "unknown"."""
     match = re.search(r" threads, allocator (.*?)(?:: tensors| \(preloaded|, torch)", log)
     return match[1] if match else "unknown"
 
 
 def check_allocator(wanted: str, logged: str) -> None:
-    """RuntimeError when a job ran with another allocator than it should: its figures would be misleading."""
+    """Raise RuntimeError when a job ran with another allocator than it should: its figures would be misleading."""
     if (wanted if wanted in preloads.LIBRARIES else f", {wanted}" if wanted else "") not in logged:
         raise RuntimeError(
             f"{wanted}: the job's log says allocator {logged}; is LD_PRELOAD passed on by this mpiexec?"
@@ -218,7 +218,7 @@ def in_turn(planned: Mapping[K, Job], rounds: int) -> dict[K, list[Measured]]:
 
 
 def summary(measured: Sequence[Measured]) -> dict[str, Any]:
-    """Medians over the rounds of one job, the largest memory, the last loss, and whether any of them was disturbed."""
+    """Return the medians over the rounds of one job, the largest memory, the last loss, and whether any of them was disturbed."""
     names = (
         "seconds",
         "tflops",

@@ -27,14 +27,14 @@ TRANSPOSED = 112
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Variables of a process in which OpenBLAS runs on that many threads, with kernels of the CPU's full width."""
+    """Return the variables of a process in which OpenBLAS runs on that many threads, with kernels of the CPU's full width."""
     core = next((CORES[target] for target in CORES if target in kernels.runnable_targets()), None)
     return {"OPENBLAS_NUM_THREADS": str(threads), **({"OPENBLAS_CORETYPE": core} if core else {})}
 
 
 @functools.cache
 def _library() -> tuple[ctypes.CDLL, str, str]:
-    """(numpy's OpenBLAS, the prefix and the suffix of its names). ValueError where numpy has another BLAS."""
+    """Return (numpy's OpenBLAS, the prefix and the suffix of its names). ValueError where numpy has another BLAS."""
     import numpy
 
     loaded = re.search(r"\S*openblas\S*$", Path("/proc/self/maps").read_text(), re.MULTILINE)
@@ -54,7 +54,7 @@ def _function(name: str) -> Any:
 
 
 def core() -> str:
-    """The kernels in use. ValueError where numpy has another BLAS."""
+    """Return the kernels in use. ValueError where numpy has another BLAS."""
     get = _function("openblas_get_corename")
     get.restype = ctypes.c_char_p
     return get().decode()
@@ -66,13 +66,13 @@ def _square() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def work() -> None:
-    """A matmul that is large enough for all threads and takes some milliseconds."""
+    """Multiply matrices that are large enough for all threads, which takes some milliseconds."""
     square, out = _square()
     sgemm(square, square, out)
 
 
 def sgemm(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, add: bool = False) -> None:
-    """out (m, n) = left (m, k) @ right (k, n), or with `add` out += left @ right; FP32, operands may be transposed views."""
+    """Compute out (m, n) = left (m, k) @ right (k, n), or with `add` out += left @ right; FP32, operands may be transposed views."""
     m, k = left.shape
     n = right.shape[1]
     number = ctypes.c_int64 if _library()[2] else ctypes.c_int

@@ -18,7 +18,7 @@ from fugaku_megatron.cli.output_files import picture
 def _figure(
     path: Path, width: float, height: float, title: str, columns: int = 1
 ) -> Iterator[list[Any]]:
-    """The axes of panels next to each other with one legend below all of them, written into `path` at the end."""
+    """Yield the axes of panels next to each other; write them with one legend below into `path` at the end."""
     with picture(path, width, height, dpi=110) as figure:
         panels = list(figure.subplots(1, columns, squeeze=False, sharey=True)[0])
         yield panels
@@ -39,7 +39,7 @@ def _figure(
 
 
 def draw_allocators(path: Path, result: dict[str, Any]) -> None:
-    """Bars of seconds, a panel for each combination of kernels and recompute. Raises ValueError when it cannot be written."""
+    """Draw bars of seconds, a panel for each combination of kernels and recompute. ValueError when `path` cannot be written."""
     panels = {
         key: list(rows)
         for key, rows in groupby(result["rows"], lambda r: (r["kernels"], r["recompute"]))
@@ -60,7 +60,7 @@ def draw_allocators(path: Path, result: dict[str, Any]) -> None:
 
 
 def _bars(axes: Any, rows: list[dict[str, Any]], colors: dict[str, str]) -> None:
-    """Bars side by side for each number of ranks; above each bar the speed-up over the stock allocator."""
+    """Draw bars side by side for each number of ranks; above each bar the speed-up over the stock allocator."""
     ranks = list(dict.fromkeys(r["ranks"] for r in rows))
     names = [name for name in colors if any(r["allocator"] == name for r in rows)]
     width = 0.8 / len(names)
@@ -87,7 +87,7 @@ def measured_on(result: dict[str, Any]) -> str:
 
 
 def draw_tables(path: Path, result: dict[str, Any]) -> None:
-    """Bars of measured and modelled seconds. Raises ValueError when it cannot be written."""
+    """Draw bars of measured and modelled seconds. ValueError when `path` cannot be written."""
     rows = result["rows"]
     places = range(len(rows))
     title = (

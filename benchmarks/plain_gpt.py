@@ -27,7 +27,7 @@ class Attention(nn.Module):
         self.linear_proj = nn.Linear(model.hidden_size, model.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (b, s, h) -> (b, s, h)."""
+        """Map x (b, s, h) -> (b, s, h)."""
         b, s, h = x.shape
         q, k, v = (
             self.linear_qkv(x).view(b, s, self.heads, 3, h // self.heads).permute(3, 0, 2, 1, 4)
@@ -45,7 +45,7 @@ class MLP(nn.Module):
         self.linear_fc2 = nn.Linear(model.ffn_hidden_size, model.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (b, s, h) -> (b, s, h)."""
+        """Map x (b, s, h) -> (b, s, h)."""
         return self.linear_fc2(F.gelu(self.linear_fc1(x), approximate="tanh"))
 
 
@@ -60,7 +60,7 @@ class Block(nn.Module):
         self.mlp = MLP(model)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (b, s, h) -> (b, s, h)."""
+        """Map x (b, s, h) -> (b, s, h)."""
         x = x + self.self_attention(self.input_layernorm(x))
         return x + self.mlp(self.pre_mlp_layernorm(x))
 
@@ -91,7 +91,7 @@ class PlainGPT(nn.Module):
             parameter.copy_(ours(name))
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Mean cross-entropy. tokens, labels (b, s) -> ()."""
+        """Return the mean cross-entropy. tokens, labels (b, s) -> ()."""
         words = self.embedding["word_embeddings"]
         x = (
             words(tokens) + self.embedding["position_embeddings"].weight[: tokens.shape[1]]

@@ -34,7 +34,7 @@ BOTH = "both"
 
 
 def find(name: str) -> Path | None:
-    """The allocator's path, from LD_LIBRARY_PATH and the loader's cache; None when the system has none."""
+    """Return the allocator's path, from LD_LIBRARY_PATH and the loader's cache; None when the system has none."""
     folders = [
         folder
         for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":")
@@ -51,7 +51,7 @@ def find(name: str) -> Path | None:
 
 
 def _cache() -> list[Path]:
-    """The libraries in ldconfig's cache."""
+    """Return the libraries in ldconfig's cache."""
     for program in ("ldconfig", "/sbin/ldconfig"):
         try:
             text = subprocess.run(
@@ -64,7 +64,7 @@ def _cache() -> list[Path]:
 
 
 def missing(name: str) -> str:
-    """One line that names the missing library and its package, or nothing when the allocator is there or needs no library."""
+    """Return one line that names the missing library and its package, or nothing when the allocator is there or needs no library."""
     if name not in LIBRARIES or find(name) is not None:
         return ""
     return (
@@ -73,7 +73,7 @@ def missing(name: str) -> str:
 
 
 def resolve(name: str) -> Path:
-    """The path of a library that `name` names (tcmalloc) or is the path of. ValueError when there is none."""
+    """Return the path of a library that `name` names (tcmalloc) or is the path of. ValueError when there is none."""
     if name in LIBRARIES:
         check(not missing(name), missing(name))
         return find(name)
@@ -85,14 +85,14 @@ def resolve(name: str) -> Path:
 
 
 def environment(*preload: Path | None) -> dict[str, str]:
-    """This process's environment with exactly those libraries preloaded; None: none."""
+    """Return this process's environment with exactly those libraries preloaded; None: none."""
     variables = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     libraries = ":".join(str(path) for path in preload if path is not None)
     return {**variables, "LD_PRELOAD": libraries} if libraries else variables
 
 
 def add_mkl(parser: argparse.ArgumentParser, whose: str, both: bool = False) -> None:
-    """The option that chooses MKL's width. whose: "torch's", or of which program. both: the family can measure both in one run."""
+    """Add the option for MKL's width. whose: "torch's", or of which program. both: the family can measure both in one run."""
     parser.add_argument(
         "--mkl",
         default="full",
@@ -110,7 +110,7 @@ def narrowed(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def mkl_library() -> Path:
-    """The library to preload, built where it is not there yet. ValueError without a C compiler."""
+    """Return the library to preload; build it if it is not there yet. ValueError without a C compiler."""
     path = Path(tempfile.gettempdir()) / f"fugaku_megatron.{os.getuid()}" / MKL_NAME
     make_private(path.parent)  # a library that another user put there would be loaded
     if not path.exists():
@@ -136,7 +136,7 @@ def mkl_preload(width: str) -> list[Path]:
 
 
 def mkl_environment(width: str) -> dict[str, str]:
-    """This process's environment with MKL at that width; what else is preloaded stays."""
+    """Return this process's environment with MKL at that width; what else is preloaded stays."""
     others = [
         Path(path)
         for path in os.environ.get("LD_PRELOAD", "").split(":")
@@ -146,7 +146,7 @@ def mkl_environment(width: str) -> dict[str, str]:
 
 
 def mkl_width() -> str:
-    """This process's own, of WIDTHS."""
+    """Return this process's width, of WIDTHS."""
     return "shipped" if narrowed() and MKL_NAME not in os.environ.get("LD_PRELOAD", "") else "full"
 
 

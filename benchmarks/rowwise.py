@@ -41,7 +41,7 @@ add_arguments = driver.add_arguments
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """Every operation of a layer and the head, then the update."""
+    """Yield every operation of a layer and the head, then the update."""
     run = shapes.run_of(options)
     tp = options.tensor_model_parallel_size
     dtype = DTYPES[options.dtype]
@@ -80,7 +80,7 @@ def compare(
     grads: Sequence[Tensor],
     **details: str,
 ) -> Case:
-    """A case whose baseline is torch's function(*inputs), forward and backward from the gradients of its results.
+    """Return a case whose baseline is torch's function(*inputs), forward and backward from the gradients of its results.
 
     results: our gradients, in the order of the floating inputs, which may share the memory of the inputs.
     """
@@ -108,7 +108,7 @@ def compare(
 
 
 def random(dtype: torch.dtype, count: int, *shape: int) -> list[Tensor]:
-    """So many tensors of normal values, each of that shape (...,)."""
+    """Return `count` tensors of normal values, each of that shape (...,)."""
     return [torch.randn(*shape).to(dtype) for _ in range(count)]
 
 
@@ -116,7 +116,7 @@ def random(dtype: torch.dtype, count: int, *shape: int) -> list[Tensor]:
 
 
 def layer_norm(rows: int, h: int, dtype: torch.dtype) -> Case:
-    """y = layer_norm(x) and its gradients. x (rows, h)."""
+    """Return the case of y = layer_norm(x) and its gradients. x (rows, h)."""
     x, dy = random(dtype, 2, rows, h)
     weight, bias = random(dtype, 2, h)
     y = torch.empty_like(x)
@@ -139,7 +139,7 @@ def layer_norm(rows: int, h: int, dtype: torch.dtype) -> Case:
 
 
 def residual(s: int, b: int, h: int, dtype: torch.dtype) -> Case:
-    """residual + x + bias without dropout, where the gradients of x and residual are dout. x (s, b, h)."""
+    """Return the case of residual + x + bias without dropout, where the gradients of x and residual are dout. x (s, b, h)."""
     x, residual_in, dout = random(dtype, 3, s, b, h)
     (bias,) = random(dtype, 1, h)
     out = torch.empty_like(x)
@@ -160,7 +160,7 @@ def residual(s: int, b: int, h: int, dtype: torch.dtype) -> Case:
 
 
 def residual_norm(s: int, b: int, h: int, dtype: torch.dtype) -> Case:
-    """sum = residual + x + bias, y = layer_norm(sum), one pass each way, without dropout. x (s, b, h)."""
+    """Return the case of sum = residual + x + bias, y = layer_norm(sum), one pass each way, without dropout. x (s, b, h)."""
     x, residual_in, dy, dsum = random(dtype, 4, s, b, h)
     bias, weight, norm_bias = random(dtype, 3, h)
     total, y, dx = (torch.empty_like(x) for _ in range(3))
@@ -214,7 +214,7 @@ def residual_norm(s: int, b: int, h: int, dtype: torch.dtype) -> Case:
 
 
 def dropout(s: int, b: int, h: int, dtype: torch.dtype) -> Case:
-    """The embedding's dropout, forward; its backward is the same call. x (s, b, h). Torch's mask is another."""
+    """Return the case of the embedding's dropout, forward; its backward is the same call. x (s, b, h). Torch's mask is another."""
     (x,) = random(dtype, 1, s, b, h)
     out = torch.empty_like(x)
     return Case(
@@ -227,7 +227,7 @@ def dropout(s: int, b: int, h: int, dtype: torch.dtype) -> Case:
 
 
 def gelu(rows: int, f: int, dtype: torch.dtype) -> Case:
-    """gelu(x) in the tanh approximation, which the MLP's backward computes again. x (rows, f)."""
+    """Return the case of gelu(x) in the tanh approximation, which the MLP's backward computes again. x (rows, f)."""
     (x,) = random(dtype, 1, rows, f)
     y = torch.empty_like(x)
     return Case(
@@ -298,7 +298,7 @@ def embedding(rows: int, h: int, v: int, dtype: torch.dtype) -> Case:
 
 
 def position(s: int, b: int, h: int, dtype: torch.dtype) -> Case:
-    """x (s, b, h) + table (s, h), and the table's FP32 gradient; the gradient of x is dout."""
+    """Return the case of x (s, b, h) + table (s, h), and the table's FP32 gradient; the gradient of x is dout."""
     x, dout = random(dtype, 2, s, b, h)
     (table,) = random(dtype, 1, s, h)
     out = torch.empty_like(x)
@@ -322,14 +322,14 @@ def position(s: int, b: int, h: int, dtype: torch.dtype) -> Case:
 
 
 def eager_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """x (..., h), weight (h,) -> (..., h)."""
+    """Normalize x (..., h) and multiply by weight (h,)."""
     single = x.float() if x.dtype != torch.float64 else x
     normed = single * torch.rsqrt(single.pow(2).mean(-1, keepdim=True) + EPSILON)
     return weight * normed.to(x.dtype)
 
 
 def rms_norm(rows: int, h: int, dtype: torch.dtype) -> Case:
-    """y = rms_norm(x) and its gradients. x (rows, h)."""
+    """Return the case of y = rms_norm(x) and its gradients. x (rows, h)."""
     x, dy = random(dtype, 2, rows, h)
     (weight,) = random(dtype, 1, h)
     y = torch.empty_like(x)
@@ -344,7 +344,7 @@ def rms_norm(rows: int, h: int, dtype: torch.dtype) -> Case:
 
 
 def residual_rms_norm(s: int, b: int, h: int, dtype: torch.dtype) -> Case:
-    """sum = residual + x, y = rms_norm(sum), one pass each way, without bias and dropout. x (s, b, h)."""
+    """Return the case of sum = residual + x, y = rms_norm(sum), one pass each way, without bias and dropout. x (s, b, h)."""
     x, residual_in, dy, dsum = random(dtype, 4, s, b, h)
     (weight,) = random(dtype, 1, h)
     total, y, dx = (torch.empty_like(x) for _ in range(3))
@@ -373,7 +373,7 @@ def residual_rms_norm(s: int, b: int, h: int, dtype: torch.dtype) -> Case:
 
 
 def swiglu(rows: int, f: int, dtype: torch.dtype) -> Case:
-    """silu(gate) up and its gradients, which take the memory of gate and up, as in the trainer. gate and up (rows, f).
+    """Return the case of silu(gate) up and its gradients, which take the memory of gate and up, as in the trainer. gate and up (rows, f).
 
     With small values and gradients of 2 or -2 what is left there after each round is about as large as before.
     """
@@ -410,29 +410,29 @@ class Heads:
         return self.heads // self.groups
 
     def random(self, s: int, b: int, dtype: torch.dtype) -> Tensor:
-        """(s, b, g (n/g + 2), d), as the kernels take it."""
+        """Return (s, b, g (n/g + 2), d), as the kernels take it."""
         return torch.randn(s, b, self.groups * (self.queries + 2), self.d).to(dtype)
 
     def parts(self, x: Tensor) -> list[Tensor]:
-        """Views of the queries (s, b, g, n/g, d) and keys (s, b, g, 1, d) of x."""
+        """Return the views of the queries (s, b, g, n/g, d) and keys (s, b, g, 1, d) of x."""
         return list(x.unflatten(2, (self.groups, -1)).split((self.queries, 1, 1), 3)[:2])
 
 
 def angles(s: int, d: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (s, d / 2) of the positions 0 to s - 1."""
+    """Return the cosines and sines (s, d / 2) of the positions 0 to s - 1."""
     turns = torch.outer(torch.arange(s), ROTARY_BASE ** (-torch.arange(0, d, 2) / d))
     return turns.cos(), turns.sin()
 
 
 def turned(x: Tensor, turns: Sequence[Tensor]) -> Tensor:
-    """x (s, b, g, k, d) with columns i and i + d / 2 turned by cosines and sines (s, d), which hold each angle twice."""
+    """Rotate columns i and i + d / 2 of x (s, b, g, k, d) by cosines and sines (s, d), which have each angle twice."""
     first, second = x.chunk(2, -1)
     cos, sin = (t.to(x.dtype)[:, None, None, None] for t in turns)
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
 def rotary(s: int, b: int, heads: Heads, dtype: torch.dtype) -> Case:
-    """Queries and keys turned, and their gradients. The kernels take them as they lie next to the values and copy these."""
+    """Return the case of rotated queries and keys, and their gradients. The kernels take them next to the values, which they copy."""
     x = heads.random(s, b, dtype)
     dy = heads.random(s, b, dtype)
     turns = angles(s, heads.d)
@@ -455,7 +455,7 @@ def rotary(s: int, b: int, heads: Heads, dtype: torch.dtype) -> Case:
 
 
 def rotary_norm(s: int, b: int, heads: Heads, dtype: torch.dtype) -> Case:
-    """The same after an RMS norm of each query and key (Qwen3)."""
+    """Return the case of `rotary` after an RMS norm of each query and key (Qwen3)."""
     x = heads.random(s, b, dtype)
     dy = heads.random(s, b, dtype)
     turns = angles(s, heads.d)
@@ -489,7 +489,7 @@ def rotary_norm(s: int, b: int, heads: Heads, dtype: torch.dtype) -> Case:
 
 
 def update(n: int, dtype: torch.dtype) -> Iterator[Case]:
-    """Reductions of n FP32 gradients, sums over 4 ranks' parts as inside a node or of BF16 gradients, and AdamW."""
+    """Yield reductions of n FP32 gradients, sums over 4 ranks' parts as inside a node or of BF16 gradients, and AdamW."""
     fp32 = {"shape": (n,), "details": {"dtype": "fp32"}}
     grad = torch.randn(n)
     signs = torch.randint(-1, 2, (n,)).float()
@@ -522,7 +522,7 @@ def update(n: int, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def adamw(n: int) -> Case:
-    """One update of FP32 master weights: three streams read and written, the gradient read."""
+    """Return the case of one update of FP32 master weights: three streams read and written, the gradient read."""
     param = torch.randn(n)
     grad = torch.randn(n)
     m = torch.zeros(n)

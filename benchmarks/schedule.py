@@ -47,7 +47,7 @@ COLUMNS: tuple[Column, ...] = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this family."""
+    """Add the options of this family."""
     parser.add_argument(
         "--stages", type=int, default=8, help="ranks, one for each stage (default: %(default)s)"
     )
@@ -85,7 +85,7 @@ def schedules(stages: int, microbatches: int, chunks: list[int]) -> list[Schedul
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """A row for each schedule. ValueError for numbers that cannot be measured, RuntimeError when the ranks fail."""
+    """Measure a row for each schedule. ValueError for numbers that cannot be measured, RuntimeError when the ranks fail."""
     check(
         options.stages >= 2,
         f"--stages {options.stages}: pass 2 or more, one stage waits for nobody",
@@ -107,7 +107,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
-    """The table."""
+    """Return the table."""
     return (
         f"{core.table(COLUMNS, result['rows'])}\n{options.stages} sleeping stages on {result['cpu']}, {options.microbatches} "
         f"micro-batches, a forward is {options.slot_ms:g} ms, measured" + core.mark(result["busy"])
@@ -115,7 +115,7 @@ def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
 
 
 def draw(path: Path, result: dict[str, Any]) -> None:
-    """Every schedule's list next to what the ranks did in the last turn."""
+    """Draw every schedule's list next to what the ranks did in the last turn."""
     rows = []
     for plan, row in zip(
         schedules(result["stages"], result["microbatches"], result["chunks"]),
@@ -202,13 +202,13 @@ class Sleeper:
 
 
 def timed(pp: Comm, plan: Schedule, slot: float) -> tuple[float, list[Span]]:
-    """(seconds of an iteration, what this stage did)."""
+    """Return the seconds of an iteration, and what this stage did."""
     sleeper = Sleeper(pp, plan, Costs.alike(plan, slot))
     return slowest_seconds(pp, sleeper.run), sleeper.spans
 
 
 def rows(pp: Comm, order: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row for each schedule; medians over the rounds, in which the schedules take turns."""
+    """Measure one row for each schedule; medians over the rounds, in which the schedules take turns."""
     slot = order["slot_ms"] / 1e3
     plans = schedules(pp.size, order["microbatches"], order["chunks"])
     for plan in plans:
@@ -237,7 +237,7 @@ def rows(pp: Comm, order: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main(world: Comm) -> None:
-    """The rows, on rank 0. The order: microbatches, slot_ms, chunks, rounds."""
+    """Answer the rows, on rank 0. The order: microbatches, slot_ms, chunks, rounds."""
     torch.set_num_threads(1)
     order, answer = child.order()
     for row in rows(world, order):

@@ -20,14 +20,14 @@ VOCABULARY = 8192  # of recipes that take theirs from a tokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which model's shapes."""
+    """Add the options that choose a model's shapes."""
     parser.add_argument("--recipe", default="124m", choices=RECIPES)
     parser.add_argument("--micro-batch-size", type=int, default=1)
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
 
 
 def run_of(options: argparse.Namespace, **fields: Any) -> RunConfig:
-    """The run of `options`, with other `fields`. ValueError for sizes that do not fit together."""
+    """Return the run of `options`, with other `fields`. ValueError for sizes that do not fit together."""
     names = ("micro_batch_size", "tensor_model_parallel_size", "num_query_groups", "window_size")
     given = {name: value for name in names if (value := getattr(options, name, None)) is not None}
     grouped = {"group_query_attention": True} if "num_query_groups" in given else {}
@@ -53,12 +53,12 @@ def run_from_json(recipe: str | None, values: dict[str, Any]) -> RunConfig:
 
 
 def vocabulary(recipe: str) -> int:
-    """The recipe's vocabulary, or VOCABULARY."""
+    """Return the recipe's vocabulary, or VOCABULARY."""
     return RECIPES[recipe]().model.vocab_size or VOCABULARY
 
 
 def trainer_of(run: RunConfig, world: Comm, groups: Groups) -> Any:
-    """The trainer as run/assemble.py builds it, without observers."""
+    """Return the trainer as run/assemble.py builds it, without observers."""
     from fugaku_megatron.costs.plan import Plan
     from fugaku_megatron.run.data import open_data
     from fugaku_megatron.run.kernel_choice import build_ops, choose_kernels

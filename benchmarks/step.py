@@ -78,7 +78,7 @@ SIZES: dict[str, tuple[type, str]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this family."""
+    """Add the options of this family."""
     shapes.add_arguments(parser)
     for name, (kind, words) in SIZES.items():
         parser.add_argument(flag(name), type=kind, help=f"{words} (default: the recipe's)")
@@ -165,7 +165,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """The sides or the layouts. ValueError for options that do not fit."""
+    """Measure the sides or the layouts. ValueError for options that do not fit."""
     if options.ranks is not None:
         return measure_layouts(options)
     check(not options.schedules, "--schedules needs --ranks, the stages of the pipelines: pass it")
@@ -196,12 +196,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def sizes_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Fields of the run that the options name."""
+    """Return the fields of the run that the options name."""
     return {name: value for name in SIZES if (value := getattr(options, name)) is not None}
 
 
 def run_values(options: argparse.Namespace) -> dict[str, Any]:
-    """Fields of the run that replace the recipe's: mock tokens, no dropout, no evaluation, a constant learning rate.
+    """Return the fields of the run that replace the recipe's: mock tokens, no dropout, no evaluation, a constant learning rate.
 
     Balancing losses are left out, because the baselines do not compute them.
     """
@@ -237,7 +237,7 @@ def run_values(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def task(options: argparse.Namespace, side: str, preload: list[Path]) -> Task:
-    """The task of the process of `side`. preload: the baseline's libraries."""
+    """Return the task of the process of `side`. preload: the baseline's libraries."""
     baseline = {
         "baseline": options.baseline,
         "compiled": options.baseline_compile,
@@ -259,7 +259,7 @@ def task(options: argparse.Namespace, side: str, preload: list[Path]) -> Task:
 def take_turns(
     options: argparse.Namespace, sides: dict[str, Contestant]
 ) -> tuple[list[dict[str, Any]], int]:
-    """(rounds to report, number of discarded rounds or -1). The first steps warm up, and must have the same loss.
+    """Return the rounds to report, and the number of discarded rounds or -1. The first steps warm up, and must have the same loss.
 
     A round: {"ours": a step's record, "baseline": ..., "peak_gflops", "clock_ghz", "others"}.
     """
@@ -298,7 +298,7 @@ def report(
     rounds: list[dict[str, Any]],
     discarded: int,
 ) -> dict[str, Any]:
-    """The result as JSON."""
+    """Return the result as JSON."""
     size = config.batch.global_batch_size
     flops = model_flops(config, size)
     every = {
@@ -355,7 +355,7 @@ def report(
 
 
 def summary(steps: list[dict[str, float]], flops: float, tokens: int) -> dict[str, Any]:
-    """Medians of one side's steps. flops, tokens: of a step, the FLOPs from costs.flops.model_flops; tflops: 10^12 FLOPs per second."""
+    """Return the medians of one side's steps. flops, tokens: of a step; tflops: 10^12 FLOPs per second."""
     medians = core.medians(steps, ("seconds", "minor_faults", "system_seconds", "idle_cpu_seconds"))
     return {
         "tokens_per_s": tokens / medians["seconds"],
@@ -370,7 +370,7 @@ def summary(steps: list[dict[str, float]], flops: float, tokens: int) -> dict[st
 
 
 def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
-    """The table."""
+    """Return the table."""
     if options.ranks is not None:
         return (
             f"{core.table(LAYOUT_COLUMNS, result['layouts'])}\n{result['cpu']} at {result['clock_ghz']:.2f} GHz, measured; "
@@ -414,7 +414,7 @@ LAYOUT_COLUMNS: tuple[Column, ...] = (
 
 
 def candidates(options: argparse.Namespace) -> dict[str, jobs.Cell]:
-    """One rank first, then the layout that the options name, the ways to share a sequence, PP under every schedule, or TP, DP and PP."""
+    """Return one rank first, then the named layout, the ways to share a sequence, PP under every schedule, or TP, DP and PP."""
     ranks = options.ranks
     tp = options.tensor_model_parallel_size
     pp = options.pipeline_model_parallel_size
@@ -461,7 +461,7 @@ def candidates(options: argparse.Namespace) -> dict[str, jobs.Cell]:
 
 
 def shared_sequences(one: jobs.Cell, ranks: int, types: Sequence[str]) -> dict[str, jobs.Cell]:
-    """Layouts whose ranks share each sequence: context parallelism of each type, or tensor and sequence parallelism."""
+    """Return the layouts whose ranks share each sequence: context parallelism of each type, or tensor and sequence parallelism."""
     common = (*one.more, ("position_embedding_type", "rope"))
     ways = {
         f"CP{ranks} {name}": (("context_parallel_size", ranks), ("cp_comm_type", (name,)))
@@ -477,12 +477,12 @@ def shared_sequences(one: jobs.Cell, ranks: int, types: Sequence[str]) -> dict[s
 
 
 def batch_of(options: argparse.Namespace) -> int:
-    """Samples of an iteration."""
+    """Return the samples of an iteration."""
     return options.global_batch_size or MICROBATCHES * options.micro_batch_size
 
 
 def layout_job(options: argparse.Namespace, cell: jobs.Cell) -> jobs.Job:
-    """The training job of a layout. ValueError when the model does not divide."""
+    """Return the training job of a layout. ValueError when the model does not divide."""
     return jobs.job(
         options,
         cell,
@@ -495,7 +495,7 @@ def layout_job(options: argparse.Namespace, cell: jobs.Cell) -> jobs.Job:
 
 
 def measure_layouts(options: argparse.Namespace) -> dict[str, Any]:
-    """All layouts in turn. ratio: throughput over one rank's."""
+    """Measure all layouts in turn. ratio: throughput over one rank's."""
     cells = candidates(options)
     planned = {name: layout_job(options, cell) for name, cell in cells.items()}
     measured = {

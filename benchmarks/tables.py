@@ -70,7 +70,7 @@ COLUMNS: tuple[Column, ...] = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this family."""
+    """Add the options of this family."""
     parser.add_argument("--recipe", default="124m", choices=shapes.RECIPES)
     parser.add_argument(
         "--machine", metavar="FILE", help="what fugaku-megatron calibrate wrote on this host"
@@ -108,24 +108,24 @@ def name_of(cell: Cell) -> str:
 
 
 def batch_of(tokens: int, cell: Cell) -> int:
-    """Samples of an iteration: at least so many tokens, and a micro-batch on each data-parallel rank."""
+    """Return the samples of an iteration: at least so many tokens, and a micro-batch on each data-parallel rank."""
     each = cell.mbs * cell.dp
     return max(1, tokens // cell.seq // each) * each
 
 
 def config(recipe: str, tokens: int, cell: Cell) -> RunConfig:
-    """The run of a row."""
+    """Return the run of a row."""
     options = argparse.Namespace(recipe=recipe, micro_batch_size=cell.mbs)
     return shapes.run_of(options, **cell.fields(batch_of(tokens, cell)))
 
 
 def job(options: argparse.Namespace, cell: Cell) -> jobs.Job:
-    """The training job of a row. ValueError when the model does not divide."""
+    """Return the training job of a row. ValueError when the model does not divide."""
     return jobs.job(options, cell, batch_of(options.tokens, cell), options.iterations, WARM_UP)
 
 
 def plan(options: argparse.Namespace) -> dict[Cell, jobs.Job]:
-    """The chosen rows with their jobs; prints which rows are left out because this host cannot run them."""
+    """Return the chosen rows with their jobs; print the rows that this host cannot run."""
     cells = LAYOUTS if options.quick else ROWS
     planned = {}
     for cell in (cell for cell in cells if options.rows in name_of(cell)):
@@ -146,7 +146,7 @@ def plan(options: argparse.Namespace) -> dict[Cell, jobs.Job]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """The rows with the model's figures; prints each when it is measured."""
+    """Measure the rows, and print each with the model's figures."""
     core.apply_quick(options, QUICK)
     check(
         options.machine is not None,
@@ -180,7 +180,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def quiet(name: str, task: jobs.Job) -> jobs.Measured:
-    """The job's figures from the least disturbed of up to ATTEMPTS measurements; the first undisturbed one ends them."""
+    """Return the job's figures from the least disturbed of up to ATTEMPTS measurements; the first undisturbed one ends them."""
 
     def attempt(number: int) -> tuple[jobs.Measured, bool]:
         if number:
@@ -194,7 +194,7 @@ def quiet(name: str, task: jobs.Job) -> jobs.Measured:
 def row_of(
     options: argparse.Namespace, cell: Cell, measured: jobs.Measured, host: machine.Machine
 ) -> dict[str, Any]:
-    """The measured and the modelled figures of a row; errors are the model's, in per cent of the measured figure."""
+    """Return the measured and the modelled figures of a row; errors are the model's, in per cent of the measured figure."""
     system = model.System(
         machine=host,
         nodes=1,
@@ -218,7 +218,7 @@ def row_of(
 
 
 def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
-    """The table, and the model's errors."""
+    """Return the table, and the model's errors."""
     return "\n".join(
         [
             f"{result['recipe']}, native kernels, fp32: {pictures.measured_on(result)}",

@@ -139,7 +139,7 @@ COLUMNS: tuple[Column, ...] = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this family."""
+    """Add the options of this family."""
     parser.add_argument(
         "--rate", default="1gbit", help="of the link, as tc writes it (default: %(default)s)"
     )
@@ -193,7 +193,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def why_not() -> str:
-    """Why there can be no two hosts here, or nothing."""
+    """Return the reason why there can be no two hosts here, or nothing."""
     if os.geteuid() or not (shutil.which("ip") and shutil.which("tc") and shutil.which("unshare")):
         return "two hosts need root and the programs ip, tc and unshare (packages iproute2, util-linux)"
     if len(os.sched_getaffinity(0)) < 2:
@@ -206,7 +206,7 @@ def why_not() -> str:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """The jobs in turn. ValueError for a rate that is none and sizes that do not divide, RuntimeError without two hosts."""
+    """Measure the jobs in turn. ValueError for a rate that is none and sizes that do not divide, RuntimeError without two hosts."""
     rate = bits_per_second(options.rate)
     for values in order(options)["jobs"].values():
         Layout.from_run(shapes.run_from_json(None, values), len(HOSTS))
@@ -219,7 +219,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def bits_per_second(text: str) -> float:
-    """A rate in tc's words. ValueError for another."""
+    """Return bits per second of a rate in tc's words. ValueError for another."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", text)
     check(match is not None and float(match[1]) > 0, f"--rate {text}: write it as 1gbit or 500mbit")
     return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
@@ -227,7 +227,7 @@ def bits_per_second(text: str) -> float:
 
 @contextlib.contextmanager
 def two_hosts(rate: str, hosts: Sequence[str] = HOSTS) -> Iterator[None]:
-    """The namespaces and their link, gone at the end. RuntimeError with the system's words where they cannot be made.
+    """Make the namespaces and their link; remove them at the end. RuntimeError with the system's words if they cannot be made.
 
     Another process that has hosts of these names is waited for.
     """
@@ -254,7 +254,7 @@ def two_hosts(rate: str, hosts: Sequence[str] = HOSTS) -> Iterator[None]:
 
 
 def _wait_for_link(hosts: Sequence[str]) -> None:
-    """The system reports a link of two ends as up only some time after both were set up, and an MPI refuses it until then."""
+    """Wait until the system reports the link as up, some time after both ends were set up: an MPI refuses it until then."""
     for _ in range(600):
         if all(" UP " in _system("ip -br -n", host, "link show", DEVICE) for host in hosts):
             return
@@ -277,7 +277,7 @@ def _system(*parts: str) -> str:
 
 
 def trainers(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The fields of each trainer's run that differ from another's."""
+    """Return the fields of each trainer's run that differ from another's."""
     jobs = MODES[options.mode].jobs
     return (
         {name: jobs[name] for name in options.cp_comm_type} if options.mode == "context" else jobs
@@ -311,19 +311,19 @@ def cores(options: argparse.Namespace) -> list[tuple[int, int]]:
 
 
 def on_host(host: str, program: Sequence[str]) -> list[str]:
-    """mpiexec's words for one rank of a program on a host."""
+    """Return mpiexec's words for one rank of a program on a host."""
     name_host = f"-n 1 ip netns exec {host} unshare --uts sh -c".split()
     return [*name_host, 'hostname "$0" && exec "$@"', host, *program]
 
 
 def command(options: argparse.Namespace) -> list[str]:
-    """mpiexec with a rank in each namespace."""
+    """Return mpiexec with a rank in each namespace."""
     ranks = [on_host(host, child.python("two_hosts", order(options))) for host in HOSTS]
     return [child.mpiexec(), *ranks[0], ":", *ranks[1]]
 
 
 def measured(options: argparse.Namespace) -> list[dict[str, dict[str, Any]]]:
-    """The rounds: {job: {"seconds", "computation", "waiting", "sent", "loss"}}.
+    """Run the rounds: {job: {"seconds", "computation", "waiting", "sent", "loss"}}.
 
     RuntimeError when the job fails.
     """
@@ -344,7 +344,7 @@ def measured(options: argparse.Namespace) -> list[dict[str, dict[str, Any]]]:
 def report(
     options: argparse.Namespace, rounds: list[dict[str, dict[str, Any]]], rate: float, busy: bool
 ) -> dict[str, Any]:
-    """Medians over the rounds. wire: seconds of the link for the bytes sent. exposed and hideable: see the module's text."""
+    """Return the medians over the rounds. wire: seconds of the link for the bytes sent. exposed and hideable: see the module's text."""
 
     def median(name: str, field: str) -> float:
         return statistics.median(each[name][field] for each in rounds)
@@ -389,7 +389,7 @@ def report(
 
 
 def text(options: argparse.Namespace, result: dict[str, Any]) -> str:
-    """The table."""
+    """Return the table."""
     return "\n".join(
         [
             f"link {result['rate']}; seconds of an iteration, and of one without its sums and gathers (alone)",
@@ -415,7 +415,7 @@ class Silence:
         return DONE if name in NONBLOCKING else args[0]
 
     def alone(self, comm: Comm, engine: Engine) -> Observed:
-        """`comm`, while `on` with this rank's own numbers and rows in place of others', because experts' work depends on them.
+        """Return `comm`, while `on` with this rank's own numbers and rows in place of others', because experts' work depends on them.
 
         The engine's thread copies them where it would otherwise send them.
         """
@@ -433,7 +433,7 @@ class Silence:
 
 
 def _one_step(function: Callable[..., Any], args: tuple) -> Steps:
-    """An operation of the engine that calls `function`."""
+    """Call `function`, as one operation of the engine."""
     function(*args)
     yield []
 
@@ -441,7 +441,7 @@ def _one_step(function: Callable[..., Any], args: tuple) -> Steps:
 def build(
     world: MPIComm, name: str, values: dict[str, Any], phases: Phases, silence: Silence
 ) -> Any:
-    """The trainer `name` over `world`. values: fields of its run. phases: the clock of its waiting. silence: of its groups."""
+    """Build the trainer `name` over `world`. values: fields of its run. phases: the clock of its waiting. silence: of its groups."""
     run = shapes.run_from_json(None, values)
     layout = Layout.from_run(run, world.size)
     groups = Grid(*layout.sizes).groups(world)
@@ -471,7 +471,7 @@ def sent_bytes() -> int:
 
 
 def turn(world: Comm, trainer: Any, phases: Phases) -> dict[str, Any]:
-    """One iteration, from the moment that both ranks are there: seconds of the slower rank, bytes that each of them sent."""
+    """Train one iteration once both ranks are there; return the seconds of the slower rank, and the bytes that each rank sent."""
     phases.begin()
     world.barrier()
     before = sent_bytes()
@@ -493,7 +493,7 @@ def turn(world: Comm, trainer: Any, phases: Phases) -> dict[str, Any]:
 def pair(
     world: Comm, trainer: Any, phases: Phases, silence: Silence, number: int
 ) -> dict[str, Any]:
-    """An iteration, and one without its communication; which comes first, the round's number says."""
+    """Train an iteration, and one without its communication, in an order that the round's number chooses."""
     turns = {}
     for silence.on in (True, False) if number % 2 else (False, True):
         turns[silence.on] = turn(world, trainer, phases)
@@ -501,14 +501,14 @@ def pair(
 
 
 def place(world: MPIComm, computing: int, communicating: int) -> None:
-    """This thread on one core, the thread that calls MPI on its own or the same."""
+    """Place this thread on one core, and the thread that calls MPI on its own or the same."""
     os.sched_setaffinity(0, {computing})
     world.engine.call(lambda: os.sched_setaffinity(0, {communicating}))
     world.engine.own_core = computing != communicating
 
 
 def main(world: MPIComm) -> None:
-    """The rounds, on rank 0, after one that is not measured. The order: see `order`."""
+    """Answer the rounds, on rank 0, after one that is not measured. The order: see `order`."""
     from fugaku_megatron.costs.plan import Plan
     from fugaku_megatron.run import start
 

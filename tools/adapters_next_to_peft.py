@@ -99,7 +99,7 @@ def opened(folder: Path) -> Any:
 
 
 def new_adapters(folder: Path, kind: str, initial: bool) -> Any:
-    """peft's model with adapters of all matrices, which are zero in effect or random; also written."""
+    """Return peft's model with adapters of all matrices, which are zero in effect or random; also write it."""
     import peft
 
     experts = (
@@ -134,6 +134,7 @@ def difference(one: Tensor, other: Tensor) -> float:
 
 
 def compare_logits(kind: str, folder: Path) -> str:
+    """Return a line with the differences of logits between adapters here and in peft."""
     import peft
 
     folder.mkdir(parents=True)
@@ -184,6 +185,7 @@ def compare_logits(kind: str, folder: Path) -> str:
 
 
 def compare_losses(folder: Path, steps: int) -> str:
+    """Return a line with the largest difference of a step's loss from trl's."""
     import trl
     from datasets import Dataset
     from transformers import AutoTokenizer
@@ -299,6 +301,7 @@ def compare_losses(folder: Path, steps: int) -> str:
 
 
 def main() -> None:
+    """Run one comparison."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -44,7 +44,7 @@ def count(body: tuple[Instruction, ...], *mnemonics: str) -> int:
 
 
 def shortest_cycle(start: int, after: list[set[int]]) -> list[int]:
-    """The fewest instructions that lead from `start` back to it, in their order; empty when none do."""
+    """Return the fewest instructions that lead from `start` back to it, in their order; empty when none do."""
     came = {}
     waiting = [start]
     for i in waiting:
@@ -61,7 +61,7 @@ def shortest_cycle(start: int, after: list[set[int]]) -> list[int]:
 
 
 def tile_loops(assembly: str) -> Iterator[TileLoop]:
-    """Every innermost loop that multiplies tiles."""
+    """Yield every innermost loop that multiplies tiles."""
     for name, code, labels in functions(assembly):
         products = [i for i, x in enumerate(code) if x.mnemonic in DOTS]
         if not products:
@@ -82,7 +82,7 @@ def tile_loops(assembly: str) -> Iterator[TileLoop]:
 
 
 def memory_reads(body: tuple[Instruction, ...]) -> int:
-    """Its other instructions that read or prefetch."""
+    """Count the other instructions that read or prefetch."""
     return sum(
         "(" in i.text
         and i.mnemonic not in (*LOADS, STORE)
@@ -92,7 +92,7 @@ def memory_reads(body: tuple[Instruction, ...]) -> int:
 
 
 def waits(body: tuple[Instruction, ...]) -> int:
-    """Cycles that the products of one sum wait for each other in a turn: they follow one another."""
+    """Return the cycles that the products of one sum wait for each other in a turn: they follow one another."""
     sums = [i.operands[-1] for i in body if i.mnemonic in DOTS]
     return max((sums.count(one) for one in sums), default=0) * DOT_LATENCY
 
@@ -116,7 +116,7 @@ def share(body: tuple[Instruction, ...]) -> float:
 
 
 def fp32_ratio(body: tuple[Instruction, ...]) -> float:
-    """The rate of the loop, of which it takes six turns for one of FP32, over two 16-lane multiply-adds a cycle."""
+    """Return the rate of the loop, of which it takes six turns for one of FP32, over two 16-lane multiply-adds a cycle."""
     return share(body) * DOT_MULTIPLY_ADDS / DOT_CYCLES / PARTIAL_MATMULS / FP32_MULTIPLY_ADDS
 
 

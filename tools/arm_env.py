@@ -100,7 +100,7 @@ class Unavailable(Exception):
 
 
 def run(what: str, command: list[str], **options) -> str:
-    """Standard output of a command that must succeed; otherwise Unavailable with its error line."""
+    """Return standard output of a command. Unavailable with the error line if the command fails."""
     done = subprocess.run(
         command, capture_output=True, text=True, stdin=subprocess.DEVNULL, **options
     )
@@ -117,7 +117,7 @@ def missing(packages: dict[str, str]) -> list[str]:
 
 
 def install(packages: list[str]) -> None:
-    """Host packages by apt."""
+    """Install host packages by apt."""
     if not shutil.which("apt-get"):
         raise Unavailable(f"no apt here, and the machine lacks {', '.join(packages)}")
     if os.geteuid():
@@ -131,7 +131,7 @@ def install(packages: list[str]) -> None:
 
 
 def make_host() -> None:
-    """The cross compiler, the emulator and mpirun; for the codegen gate Clang and llvm-mca, which may be absent."""
+    """Install the cross compiler, the emulator and mpirun; for the codegen gate Clang and llvm-mca, which may be absent."""
     if needed := missing(HOST_PACKAGES):
         install(needed)
     if optional := missing(CODEGEN_PACKAGES):
@@ -145,7 +145,7 @@ def make_host() -> None:
 
 
 def make_root(folder: Path) -> None:
-    """An arm64 root file system: apt with its state in `folder`, then unpacked packages."""
+    """Make an arm64 root file system: apt with its state in `folder`, then unpacked packages."""
     if not shutil.which("apt-get"):
         raise Unavailable("no apt here to fetch arm64 packages with")
     private = folder.with_suffix(".apt")
@@ -177,7 +177,7 @@ def make_root(folder: Path) -> None:
 
 
 def pinned() -> list[str]:
-    """OURS with the versions of requirements*.txt for aarch64."""
+    """Return OURS with the versions of requirements*.txt for aarch64."""
     from packaging.requirements import Requirement
 
     chosen = {}
@@ -194,7 +194,7 @@ def pinned() -> list[str]:
 
 
 def make_site(folder: Path) -> None:
-    """The aarch64 wheels."""
+    """Install the aarch64 wheels."""
     options = [
         "--no-deps",
         "--no-compile",
@@ -221,7 +221,7 @@ def make_site(folder: Path) -> None:
 
 
 def make_python(path: Path) -> None:
-    """The wrapper, tried out; and bytecode, because emulated, Python takes long to compile what a start imports."""
+    """Write the wrapper and try it out; compile bytecode, which takes an emulated Python long."""
     for folder in IMPORTED:
         compileall.compile_dir(path.parent / folder, quiet=2, workers=0)
     path.write_text(WRAPPER)
@@ -238,7 +238,7 @@ def digest(recipe: str) -> str:
 
 
 def prepare(name: str, recipe: str, make: Callable[[Path], None]) -> None:
-    """Makes one part of .arm/ anew, then its stamp."""
+    """Make one part of .arm/ anew, then its stamp."""
     target = ARM / name
     stamp = ARM / f"{name}.stamp"
     print(f"arm-env: making .arm/{name} ...", end="", flush=True)
@@ -256,7 +256,7 @@ def prepare(name: str, recipe: str, make: Callable[[Path], None]) -> None:
 
 
 def extension_environment() -> dict[str, str]:
-    """The variables with which setup.py builds the extension for ARM.
+    """Return the variables with which setup.py builds the extension for ARM.
 
     Its commands run in ROOT: paths from there let checkouts share objects by ccache.
     """
@@ -272,7 +272,7 @@ def extension_environment() -> dict[str, str]:
 
 
 def build_extension() -> int:
-    """Cross-builds fugaku_megatron/_kernels.*-aarch64-linux-gnu.so next to this machine's own."""
+    """Build fugaku_megatron/_kernels.*-aarch64-linux-gnu.so by the cross compiler, next to this machine's own."""
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
     return subprocess.run(
         command, cwd=ROOT, env={**os.environ, **extension_environment()}
@@ -280,6 +280,7 @@ def build_extension() -> int:
 
 
 def make_all() -> None:
+    """Make every part whose recipe changed. Unavailable under another Python."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     if version != PYTHON:
         raise Unavailable(f"it needs Python {PYTHON}, as Debian 12 has it; this is {version}")
@@ -295,7 +296,7 @@ def make_all() -> None:
 
 
 def parts() -> dict[str, tuple[str, Callable[[Path], None]]]:
-    """Part of .arm/ -> (recipe, what makes it)."""
+    """Return each part of .arm/ with its recipe and the function that makes it."""
     site = repr((pinned(), THEIRS, PLATFORMS, SITECUSTOMIZE))
     return {
         "sysroot": (repr(ROOT_PACKAGES), make_root),
@@ -318,12 +319,13 @@ def ready() -> bool:
 
 
 def why_not() -> str:
-    """The reason of the last attempt that failed, for tests to name."""
+    """Return the reason of the last attempt that failed, for tests to name."""
     reason = ARM / "unavailable"
     return reason.read_text() if reason.exists() else "make arm-env"
 
 
 def main() -> int:
+    """Make the environment and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="arm_env", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

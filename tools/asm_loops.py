@@ -35,6 +35,8 @@ LEAVES = ("b", "ret", "jmp")  # what follows is not run next
 
 @dataclass(frozen=True)
 class Instruction:
+    """One line of assembly."""
+
     text: str
     file: str = ""  # where it comes from, by the .loc before it
 
@@ -65,6 +67,8 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Loop:
+    """A loop of a function, from its label to the branch back."""
+
     function: str
     label: str
     body: tuple[Instruction, ...]
@@ -84,7 +88,7 @@ class Loop:
 
 
 def functions(assembly: str) -> Iterator[tuple[str, list[Instruction], dict[str, int]]]:
-    """(name, instructions, label -> index of the instruction after it) of every function."""
+    """Yield (name, instructions, label -> index of the instruction after it) of every function."""
     files: dict[str, str] = {}
     name = ""
     code = []
@@ -111,7 +115,7 @@ def functions(assembly: str) -> Iterator[tuple[str, list[Instruction], dict[str,
 
 
 def code_of(assembly: str, function: str) -> tuple[list[Instruction], dict[str, int]]:
-    """(instructions, labels) of one function, as `functions` has them but for their files; the rest of the text is not parsed."""
+    """Return (instructions, labels) of one function, as `functions` has them but for their files; the rest of the text is not parsed."""
     first, last = (
         re.search(rf"\.{word}\s+{re.escape(function)},.*", assembly) for word in ("type", "size")
     )
@@ -120,7 +124,7 @@ def code_of(assembly: str, function: str) -> tuple[list[Instruction], dict[str, 
 
 
 def innermost_spans(code: list[Instruction], labels: dict[str, int]) -> list[tuple[int, int, str]]:
-    """(first, last, label) of every backward branch's body, when no other backward branch lies inside."""
+    """Return (first, last, label) of every backward branch's body, when no other backward branch lies inside."""
     spans = []
     for end, instruction in enumerate(code):
         target = (instruction.operands or [""])[-1] if BRANCH.match(instruction.mnemonic) else ""
@@ -176,7 +180,7 @@ def around_loop(assembly: str, inner: Loop) -> Loop:
 
 
 def successors(code: list[Instruction], labels: dict[str, int]) -> list[set[int]]:
-    """Which instructions may follow each one of a function."""
+    """Return the instructions that may follow each instruction of a function."""
     after: list[set[int]] = [set() for _ in code]
     for i, instruction in enumerate(code):
         if (
@@ -203,7 +207,7 @@ def reached(start: int, edges: list[set[int]]) -> set[int]:
 
 
 def shortest_gap(loop: Loop) -> int:
-    """The fewest other multiply-adds between two on one accumulator, round the loop; a large number when none repeats."""
+    """Return the fewest other multiply-adds between two on one accumulator, round the loop; a large number when none repeats."""
     last: dict[str, int] = {}  # register -> number of the multiply-add whose sum it holds
     gap = 10**6
     count = 0

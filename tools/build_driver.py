@@ -29,7 +29,7 @@ def cross_environment() -> dict[str, str]:
 
 
 def build(folder: Path, variables: Mapping[str, str]) -> Path:
-    """Compiles what has changed and links. Raises CalledProcessError after the compiler's own words."""
+    """Compile what has changed and link. CalledProcessError after the compiler's own words."""
     compiler = setup.Compiler(folder, variables)
     jobs = compiler.kernel_jobs()
     for source in sorted((ROOT / "tools" / "kernel_driver").glob("*.cc")):

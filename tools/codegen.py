@@ -104,7 +104,7 @@ class Kernel:
 
 
 def hot_kernels(tile: tuple[int, int], fetch_steps: int) -> list[Kernel]:
-    """`tile` is the GEMM tile of the target: rows, vectors. fetch_steps: steps of k after which the GEMM fetches."""
+    """Return the A64FX's kernels. tile: rows and vectors of the target's GEMM. fetch_steps: steps of k after which the GEMM fetches."""
     rows = tile[0]
     sums = tile[0] * tile[1]
     return [
@@ -169,7 +169,7 @@ def matrix_kernels(tile: tuple[int, int], fetch_steps: int) -> list[Kernel]:
 
 
 def gemm_tuning(machine: Machine) -> tuple[tuple[int, int], int]:
-    """(rows and vectors of the target's GEMM tile, steps of k after which it fetches) of kernels_sve/tuning.h."""
+    """Return (rows and vectors of the target's GEMM tile, steps of k after which it fetches) of kernels_sve/tuning.h."""
     from fugaku_megatron.host import kernels
 
     row = next(row for row in kernels.targets() if row["name"] == machine.target)
@@ -177,7 +177,7 @@ def gemm_tuning(machine: Machine) -> tuple[tuple[int, int], int]:
 
 
 def assembly(cxx: str, name: str, machine: Machine = A64FX) -> str:
-    """The machine's code with line numbers, by setup.py's own flags, one family after another; made anew only after a change."""
+    """Return the machine's code with line numbers, by setup.py's own flags, one family after another; made anew only after a change."""
     compiler = setup.Compiler(ROOT / "build", {**os.environ, "CXX": machine.cxx, "TARGET_CXX": cxx})
     target = next(t for t in setup.TARGETS if t.name == machine.target)
     flags = ["-g1", "-S"]
@@ -203,7 +203,7 @@ def demangled(names: list[str]) -> list[str]:
 
 
 def cycles(loop: Loop, machine: Machine = A64FX) -> float:
-    """Cycles of one turn in llvm-mca's model of the machine."""
+    """Return the cycles of one turn in llvm-mca's model of the machine."""
     command = [*MCA, *machine.flags, f"-iterations={ITERATIONS}"]
     report = subprocess.run(
         command, input=loop.text(), capture_output=True, text=True, check=True
@@ -214,7 +214,7 @@ def cycles(loop: Loop, machine: Machine = A64FX) -> float:
 def row(
     compiler: str, function: str, kernel: Kernel, loop: Loop, machine: Machine = A64FX
 ) -> tuple[str, list[str]]:
-    """(line of the table, faults) of one inner-product loop."""
+    """Return (line of the table, faults) of one inner-product loop."""
     return modelled(
         compiler,
         f"{kernel.name}: {function.split('(')[0].removeprefix('void ')}",
@@ -228,7 +228,7 @@ def row(
 def fetching_row(
     compiler: str, kernel: Kernel, around: Loop, loop: Loop, machine: Machine
 ) -> tuple[str, list[str]]:
-    """The same of the loop with `around`, what it fetches when it has everything to fetch."""
+    """Return the line and the faults of the loop with `around`, the code that runs when there is everything to fetch."""
     whole = Loop(loop.function, loop.label, around.body + loop.body * kernel.turns)
     return modelled(
         compiler,
@@ -243,6 +243,7 @@ def fetching_row(
 def modelled(
     compiler: str, name: str, kernel: Kernel, loop: Loop, reasons: list[str], machine: Machine
 ) -> tuple[str, list[str]]:
+    """Return the line and the faults of a loop with its cycles in llvm-mca's model."""
     count = len(loop.multiply_adds)
     model = f"{'':7} {'no llvm-mca':>9}"
     if shutil.which(MCA[0]):
@@ -261,7 +262,7 @@ def modelled(
 def check(
     compiler: str, text: str, kernels: list[Kernel], machine: Machine = A64FX
 ) -> Iterator[tuple[str, list[str]]]:
-    """(line, faults) of every hot loop of one assembly, then of all other vector loops together."""
+    """Yield (line, faults) of every hot loop of one assembly, then of all other vector loops together."""
     loops = innermost_loops(text)
     named = list(zip(demangled([loop.function for loop in loops]), loops, strict=True))
     for kernel in kernels:
@@ -291,7 +292,7 @@ def check(
 
 
 def chunk_costs(text: str, tile: tuple[int, int]) -> tuple[float, float]:
-    """Modelled cycles of the FP16 micro-kernel: (per step of k, per chunk: what is outside its k-loop, and add_chunk)."""
+    """Return the modelled cycles of the FP16 micro-kernel: (per step of k, per chunk: what is outside its k-loop, and add_chunk)."""
     rows, vectors = tile
     loops = innermost_loops(text)
     names = demangled([loop.function for loop in loops])
@@ -309,7 +310,7 @@ def chunk_costs(text: str, tile: tuple[int, int]) -> tuple[float, float]:
 
 
 def chunk_line(compiler: str, text: str, tile: tuple[int, int]) -> str:
-    """Share of the FP16 peak by the length of a chunk."""
+    """Return the share of the FP16 peak by the length of a chunk."""
     step, per_chunk = chunk_costs(text, tile)
     peak = tile[0] * tile[1] / A64FX.pipes
     shares = ", ".join(
@@ -342,7 +343,7 @@ def bf16x3_line(
 
 
 def machine_faults(machine: Machine, compilers: dict[str, str]) -> list[str]:
-    """Prints the loops of a machine's code and returns what is wrong with them."""
+    """Print the loops of a machine's code and return the faults."""
     tile, steps = gemm_tuning(machine)
     wanted = hot_kernels(tile, steps) if machine == A64FX else matrix_kernels(tile, steps)
     print(
@@ -364,7 +365,7 @@ def machine_faults(machine: Machine, compilers: dict[str, str]) -> list[str]:
 
 
 def vector_cycles(wanted: VectorLoop, texts: dict[str, str]) -> tuple[str, list[str]]:
-    """(line, faults) of an elementwise loop: its cycles a vector by compiler, and the larger over the smaller."""
+    """Return (line, faults) of an elementwise loop: its cycles a vector by compiler, and the larger over the smaller."""
     costs = {}
     reasons = []
     for compiler, text in texts.items():
@@ -388,7 +389,7 @@ def vector_cycles(wanted: VectorLoop, texts: dict[str, str]) -> tuple[str, list[
 
 
 def vector_faults(compilers: dict[str, str]) -> list[str]:
-    """Prints the elementwise loops' cycles and returns what is wrong with them."""
+    """Print the elementwise loops' cycles and return the faults."""
     texts = {name: assembly(cxx, name, VECTOR_LOOPS) for name, cxx in compilers.items()}
     print(
         f"A64FX, cycles for a vector of 16 floats in the same model\n{'loop':36}{''.join(f'{name:>9}' for name in texts)} "
@@ -403,7 +404,7 @@ def vector_faults(compilers: dict[str, str]) -> list[str]:
 
 
 def check_tiles(compiler: str, text: str) -> Iterator[tuple[str, list[str]]]:
-    """(line, faults) of every loop over k of whole tiles in the code for AMX, alone and with what it fetches."""
+    """Yield (line, faults) of every loop over k of whole tiles in the code for AMX, alone and with what it fetches."""
     for loop in amx_loops.tile_loops(text):
         function = demangled([loop.loop.function])[0].split("(")[0].removeprefix("void ")
         if function.startswith("tiles_kernel") and function.endswith(
@@ -430,7 +431,7 @@ def check_tiles(compiler: str, text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def amx_faults(compilers: dict[str, str]) -> list[str]:
-    """Prints the loops over k of the code for AMX and returns what is wrong with them."""
+    """Print the loops over k of the code for AMX and return the faults."""
     print(
         f"{AMX.name}, {AMX.target}: cycles by Intel's published throughput, all data in L1; not a measurement"
     )
@@ -463,7 +464,7 @@ def amx_faults(compilers: dict[str, str]) -> list[str]:
 
 
 def arm_faults(compilers: dict[str, str]) -> list[str]:
-    """The same of the code for ARM."""
+    """Print the loops of the code for ARM and return the faults."""
     found = [
         fault for machine in (A64FX, *NEOVERSES) for fault in machine_faults(machine, compilers)
     ]
@@ -471,6 +472,7 @@ def arm_faults(compilers: dict[str, str]) -> list[str]:
 
 
 def main() -> int:
+    """Check one processor's machine code and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="codegen", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

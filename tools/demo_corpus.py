@@ -32,7 +32,7 @@ SUFFIXES = {".py", ".txt", ".rst"}
 
 
 def texts(root: Path) -> Iterator[str]:
-    """Every source and documentation file below `root`, in the order of their names."""
+    """Yield every source and documentation file below `root`, in the order of their names."""
     for path in sorted(root.rglob("*")):
         if (
             path.suffix in SUFFIXES
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Write the files. Raises ValueError, one line, for a user's mistake."""
+    """Write the files. ValueError, one line, for a user's mistake."""
     with writing("--output", options.output):
         options.output.mkdir(parents=True, exist_ok=True)
     documents = list(texts(Path(sysconfig.get_paths()["stdlib"])))

@@ -156,6 +156,7 @@ class Error:
         observed: Sequence[float],
         inside: float | None = None,
     ) -> Error:
+        """Return the errors of predictions relative to observed values."""
         relative = np.asarray(predicted, float) / np.asarray(observed, float) - 1
         return Error(
             name=name,
@@ -261,6 +262,7 @@ def time_rows(group: str) -> list[Row]:
 def leave_out(
     group: str, name: str, part: Callable[[Row], bool], start: Values | None = None
 ) -> Error:
+    """Fit without some rows and return the error of their prediction."""
     rows = time_rows(group)
     left = [r for r in rows if part(r)]
     kept = [r for r in rows if not part(r)]
@@ -308,6 +310,8 @@ def wrong_ooms(group: str, values: Values) -> tuple[list[str], int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
+    """Fitted parameters of a group with their errors."""
+
     group: str
     time: Solution
     memory: Solution
@@ -321,6 +325,7 @@ class Report:
 
 
 def make_report(group: str) -> Report:
+    """Fit a group's time and memory, and again without each part."""
     rows = time_rows(group)
     time = fit_time(group, rows)
     predicted = seconds(cases(rows), time.values)
@@ -366,6 +371,8 @@ def _ranges(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
 
 
 def as_json(report: Report) -> JsonObject:
+    """Return the report as fitted.json has it."""
+
     def table(solution: Solution, priors: Sequence[Prior]) -> JsonObject:
         spread = np.sqrt(np.diag(solution.covariance))
         return {
@@ -397,6 +404,7 @@ def as_json(report: Report) -> JsonObject:
 
 
 def text(report: Report) -> str:
+    """Return the report's parameters and errors as lines."""
     lines = [
         f"\n{report.group}: parameters (interval that should hold nine of ten: low to high; prior)"
     ]
@@ -439,6 +447,7 @@ def _columns(e: Error) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
+    """Fit all groups, print the reports and write --output."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--output",

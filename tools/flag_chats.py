@@ -30,6 +30,7 @@ def chat(question: str, flag: str, meaning: str) -> dict:
 
 
 def write(folder: Path) -> str:
+    """Write the chats and the tokenizer; return a line that names them."""
     (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
     rows = re.findall(
         r"^\| `(--[a-z0-9-]+)`.*\| ([^|]{20,200}) \|$",

@@ -65,6 +65,7 @@ def adapter_config() -> Iterator[str]:
 
 
 def saved_arguments() -> Iterator[str]:
+    """Yield the table of arguments in Megatron-LM's checkpoints."""
     yield from ("## Arguments that Megatron-LM saves", "", "| arguments | here |", "|---|---|")
     yield f"| {names(READ)} | read |"
     refused: dict[str, list[str]] = {}

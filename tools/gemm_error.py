@@ -65,7 +65,7 @@ def error(out: Tensor, exact: Tensor) -> float:
 
 
 def matmul(a: Tensor, b: Tensor, chunk: int = 0, bf16x3: bool = False) -> Tensor:
-    """a b as (m, n) float32."""
+    """Return a b as (m, n) float32."""
     out = torch.empty(a.shape[0], b.shape[1])
     kernels.gemm(a, b, out, fp16_chunk=chunk, bf16x3=bf16x3)
     return out
@@ -85,6 +85,7 @@ class Errors:
 
 
 def measure(case: Case, rows: int, depth: int, chunks: tuple[int, ...]) -> Errors:
+    """Multiply one case in every format and return the errors."""
     left, right = case.operands(rows, depth)
     true = left.double() @ right.double()
     a = left.half()
@@ -108,6 +109,7 @@ def cell(errors: Errors, chunk: int) -> str:
 
 
 def table(cases: list[Errors], chunks: tuple[int, ...]) -> list[str]:
+    """Return the table of all cases."""
     head = [
         "matmul",
         "BF16 operands",
@@ -127,14 +129,14 @@ def table(cases: list[Errors], chunks: tuple[int, ...]) -> list[str]:
 
 
 def split_errors(case: Case, rows: int, depth: int) -> list[float]:
-    """On the target in use, of FP32 units and of bf16x3."""
+    """Return the errors of FP32 units and of bf16x3 on the target in use."""
     left, right = case.operands(rows, depth)
     exact = left.double() @ right.double()
     return [error(matmul(left, right, bf16x3=parts), exact) for parts in (False, True)]
 
 
 def split_table(rows: int, depths: tuple[int, ...]) -> list[str]:
-    """FP32 units and bf16x3 on every target that has BF16 arithmetic."""
+    """Return the errors of FP32 units and bf16x3 on every target that has BF16 arithmetic."""
     lines = [["matmul", "terms"]]
     cases = [(case, depth) for case in CASES[:FP32_CASES] for depth in depths]
     lines += [[case.name, str(depth)] for case, depth in cases]
@@ -156,7 +158,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measure and print. Raises ValueError, one line, for a user's mistake."""
+    """Measure and print. ValueError, one line, for a user's mistake."""
     chunks = tuple(options.chunks)
     check(
         min(options.rows, options.depth, *chunks) > 0,

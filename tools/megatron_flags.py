@@ -44,7 +44,7 @@ class Row:
 
 
 def scripts() -> dict[str, list[str]]:
-    """The name and source of each script -> its flags, each with its value."""
+    """Return the name and source of each script -> its flags, each with its value."""
     found: dict[str, list[str]] = {}
     for line in FLAGS.read_text().splitlines():
         if line.startswith("=="):
@@ -79,7 +79,7 @@ def other_row(given: str, name: str, value: str) -> Row:
 
 
 def script_tables() -> Iterator[str]:
-    """The lines of one table a script. Flags of which the same is said share a row; docs/flags.md describes those that are done."""
+    """Yield the lines of one table a script. Flags of which the same is said share a row; docs/flags.md describes those that are done."""
     parser = build_parser()
     for name, flags in scripts().items():
         rows = [row(given, parser) for given in flags]
@@ -115,7 +115,7 @@ def value(action: argparse.Action) -> str:
 
 
 def flag_row(action: argparse.Action, parser: Parser) -> str:
-    """A line of a table: the flag and its other names, its value, its default and its meaning."""
+    """Return a line of a table: the flag and its other names, its value, its default and its meaning."""
     meaning, default = HELP.fullmatch(row(action.option_strings[0], parser).meaning).groups()
     if default is None:
         of_field = DEFAULTS.get(action.dest)
@@ -128,7 +128,7 @@ def flag_row(action: argparse.Action, parser: Parser) -> str:
 
 
 def flag_tables() -> Iterator[str]:
-    """The lines of one table a group of flags, in the order of --help, and of the table of recipes."""
+    """Yield the lines of one table a group of flags, in the order of --help, and of the table of recipes."""
     parser = build_parser()
     for group in parser._action_groups:
         actions = [
@@ -155,7 +155,7 @@ def flag_tables() -> Iterator[str]:
 
 
 def recipe_flags(run: RunConfig) -> Iterator[str]:
-    """The words of a command line that make a recipe's run."""
+    """Yield the words of a command line that make a recipe's run."""
     for group, config in GROUPS.items():
         for field in fields(config):
             chosen = getattr(getattr(run, group), field.name)

@@ -127,6 +127,7 @@ def picture(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this tool."""
     parser.add_argument(
         "steps",
         nargs="+",

@@ -17,6 +17,8 @@ VERSION = fugaku_megatron.__version__
 
 
 class Recipe(NamedTuple):
+    """A package manager's file with the place of the checksum."""
+
     source: Path
     output: str
     unknown: str  # text of a recipe without a checksum

@@ -70,7 +70,7 @@ BRANCHES = (("--mock-data", "--data-path"),)
 
 
 def words(flags: Sequence[Sequence[str | None]], parser: Parser) -> Iterator[str]:
-    """The command line that these flags with their values are."""
+    """Yield the command line that these flags with their values are."""
     known = {option: action for action in parser._actions for option in action.option_strings}
     given = {name for name, _ in flags}
     left_out = {second for first, second in BRANCHES if first in given}
@@ -89,7 +89,7 @@ def words(flags: Sequence[Sequence[str | None]], parser: Parser) -> Iterator[str
 
 
 def plausible(name: str, action: argparse.Action) -> str:
-    """A value of the flag's type."""
+    """Return a value of the flag's type."""
     if action.choices:
         return str(next(iter(action.choices)))
     otherwise = (
@@ -99,7 +99,7 @@ def plausible(name: str, action: argparse.Action) -> str:
 
 
 def world_size(run: RunConfig) -> int:
-    """Ranks that fit the layout and the batch, as many data-parallel ones as leave each stage some micro-batches."""
+    """Return the number of ranks that fit the layout and the batch, as many data-parallel ones as leave each stage some micro-batches."""
     parallel = run.parallel
     each = run.batch.micro_batch_size
     stages = parallel.pipeline_model_parallel_size * parallel.context_parallel_size
@@ -116,7 +116,7 @@ def world_size(run: RunConfig) -> int:
 
 
 def vocabulary(run: RunConfig) -> RunConfig:
-    """The run with its vocabulary; GPT-2's size where the tokenizer's files are not there."""
+    """Return the run with its vocabulary; GPT-2's size where the tokenizer's files are not there."""
     missing = [
         file for name in FILES if (file := getattr(run.data, name)) and not Path(file).exists()
     ]
@@ -146,7 +146,7 @@ def train_parser() -> Parser:
 
 
 def plan(flags: Sequence[Sequence[str | None]]) -> Arguments:
-    """Return what `train --dry-run` does with these flags. Raises ValueError, or Refused, as it does."""
+    """Return what `train --dry-run` does with these flags. ValueError, or Refused, as it does."""
     parser = train_parser()
     arguments = interpret(vars(parser.parse_args([*words(flags, parser)])))
     run = vocabulary(arguments.run)
@@ -160,7 +160,7 @@ def plan(flags: Sequence[Sequence[str | None]]) -> Arguments:
 
 
 def reasons(flags: Sequence[Sequence[str | None]]) -> tuple[str, ...]:
-    """Why a script with these flags does not start; none where it does."""
+    """Return the reasons why a script with these flags does not start; none if the script starts."""
     try:
         plan(flags)
     except Refused as error:
@@ -171,7 +171,7 @@ def reasons(flags: Sequence[Sequence[str | None]]) -> tuple[str, ...]:
 
 
 def read(path: str) -> Iterator[dict[str, Any]]:
-    """The scripts of a file. Raises ValueError for one that is not of this form."""
+    """Yield the scripts of a file. ValueError for one that is not of this form."""
     try:
         for line in Path(path).read_text(encoding="utf-8").splitlines():
             script = json.loads(line)
@@ -184,7 +184,7 @@ def read(path: str) -> Iterator[dict[str, Any]]:
 
 
 def totals(scripts: Iterable[Script]) -> dict[tuple[str, str], tuple[int, int]]:
-    """(source, kind) -> scripts that start, and all of them."""
+    """Return (source, kind) -> scripts that start, and all of them."""
     counts: dict[tuple[str, str], Counter[bool]] = {}
     for script in scripts:
         counts.setdefault((script.source, script.kind), Counter())[not script.reasons] += 1
@@ -192,6 +192,7 @@ def totals(scripts: Iterable[Script]) -> dict[tuple[str, str], tuple[int, int]]:
 
 
 def main() -> int:
+    """Report every script of a file and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", help="JSON lines, a script each")
     scripts = []

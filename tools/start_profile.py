@@ -83,6 +83,7 @@ class StartProfile:
 
 
 def main() -> None:
+    """Profile one command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
