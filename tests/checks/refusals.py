@@ -18,7 +18,7 @@ def refusals(table: str) -> list:
     for row in (FOLDER / f"{table}.txt").read_text().splitlines():
         if definition := DEFINITION.fullmatch(row):
             texts[definition[1]] = fill(definition[2], texts)
-        elif row.startswith("["):
+        elif row.startswith("[") and row.endswith("]"):
             start = fill(row[1:-1], texts)
         elif row and not row.startswith("#"):
             words, line = row.split(" => ")

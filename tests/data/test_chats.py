@@ -436,6 +436,7 @@ def test_a_chat_that_cannot_be_read_is_left_out_on_request(folder, tmp_path, cap
         said := capsys.readouterr().err
     )
     assert "--skip-invalid leaves such chats out" in said and said.count("\n") == 1
+    assert os.listdir(tmp_path) == ["in.jsonl"]
     for workers in "12":
         prefix = tmp_path / f"o{workers}"
         more = ["--skip-invalid", "--workers", workers]
@@ -445,63 +446,6 @@ def test_a_chat_that_cannot_be_read_is_left_out_on_request(folder, tmp_path, cap
             "--skip-invalid left out 2 chats (" in said and "in.jsonl:4: not a line of JSON" in said
         )
         assert "nothing reads: 'tool' (did you mean tools?)" in said and len(ChatFiles(prefix)) == 2
-
-
-@pytest.mark.parametrize(
-    "bad, reason",
-    [
-        ('{"messages": [', "not a line of JSON"),
-        ("[]", "expected a JSON object with messages"),
-        ({"messages": []}, "messages is empty: a chat without messages"),
-        ({"messages": "x"}, "messages is a str, not a list of messages"),
-        (
-            {"messages": [user("a"), {"role": "bot", "content": "b"}]},
-            "message 2 of messages has the unknown role 'bot'",
-        ),
-        ({"messages": [user("a")]}, "messages has no message of the assistant"),
-        (
-            {"messages": [user("a"), {"role": "assistant", "content": [1]}]},
-            "message 2 of messages: its content is list, not text",
-        ),
-        (
-            {"messages": [user("a"), {"role": "assistant", "content": [{"type": "image"}]}]},
-            "message 2 of messages: its content has parts of type 'image': pass text alone",
-        ),
-        (
-            {"messages": [user("a"), {**assistant("b"), "weight": 0}, user("c"), assistant("d")]},
-            "message 2 of messages has weight 0, and every message of the assistant is trained alike",
-        ),
-        (
-            {"messages": [user("a"), {**assistant("b"), "loss": False}]},
-            "message 2 of messages has loss False",
-        ),
-        ({"messages": [user("a"), assistant("b")], "weight": 0}, "weight is 0, and every chat"),
-        ({"prompt": "a", "completion": "b", "train": False}, "train is False, and every chat"),
-        (
-            {"messages": [user("a"), {**assistant("b"), "train": False}]},
-            "message 2 of messages has train False",
-        ),
-        ({"messages": ["a"]}, "message 1 of messages is not an object with role and content"),
-        ({"text": "a"}, "neither messages nor prompt and completion, only 'text'"),
-        ({"prompt": "a", "completion": ""}, "completion is empty"),
-        ({"prompt": "a", "completion": [assistant("b")]}, "prompt is a str, not a list"),
-        ({**GOOD, "tools": "[}"}, "tools is text that is not JSON (Expecting value"),
-        (
-            {**GOOD, "chat_template_kwargs": {"truncation": True, "max_length": 3}},
-            "chat_template_kwargs has max_length, truncation, ",
-        ),
-        (
-            {**GOOD, "chat_template_kwargs": 1},
-            "tools must be a list, and chat_template_kwargs an object",
-        ),
-    ],
-)
-def test_a_bad_line_is_named_and_nothing_is_written(folder, tmp_path, capsys, bad, reason):
-    write_lines(tmp_path / "in.jsonl", *[GOOD] * 16, bad, GOOD)
-    assert preprocess(folder, tmp_path / "in.jsonl", tmp_path / "out") == 2
-    said = capsys.readouterr().err.strip()
-    assert f"in.jsonl:17: {reason}" in said and len(said.splitlines()) == 1
-    assert os.listdir(tmp_path) == ["in.jsonl"]
 
 
 def test_other_mistakes_of_preprocess(folder, tmp_path, capsys):

@@ -7,10 +7,12 @@ import json
 import pytest
 
 from fugaku_megatron.data.chat.chat_files import ChatFiles
-from fugaku_megatron.data.chat.chats import chat_of
+from fugaku_megatron.data.chat.chats import chat_of, read_chat
 from fugaku_megatron.data.chat.record_forms import FORMS, MEDIA, SHARED
+from fugaku_megatron.data.input.documents import Document
 from fugaku_megatron.data.input.tables import CHAT
 from tests.checks.chats import assistant, preprocess, user, write_lines, write_tokenizer
+from tests.checks.refusals import refusals
 
 pytestmark = pytest.mark.unit
 
@@ -106,64 +108,11 @@ def test_other_fields_are_named_and_every_column_is_read():
     assert names | {*SHARED, *MEDIA} == {*CHAT.names}
 
 
-@pytest.mark.parametrize(
-    "record, reason",
-    [
-        ({"conversations": "a"}, "conversations is a str, not a list of messages"),
-        ({"conversations": []}, "conversations ends without an answer"),
-        (
-            {"conversations": ["a"]},
-            "message 1 of conversations is not an object with from and value",
-        ),
-        (
-            {"conversations": [user("a"), assistant("b")]},
-            "message 1 of conversations is not an object with from and value",
-        ),
-        (
-            {"conversations": [{"from": "human", "value": None}]},
-            "message 1 of conversations: its value is NoneType, not text",
-        ),
-        (
-            said(("user", "a"), ("assistant", "b")),
-            "message 1 of conversations is from 'user', and human or observation is due",
-        ),
-        (
-            said(("gpt", "a")),
-            "message 1 of conversations is from 'gpt', and human or observation is due",
-        ),
-        (
-            said(("human", "a"), ("human", "b")),
-            "message 2 of conversations is from 'human', and gpt or function_call is due",
-        ),
-        (said(("human", "a"), ("system", "b")), "message 2 of conversations is from 'system'"),
-        (
-            said(("human", "a"), ("gpt", "b"), ("human", "c")),
-            "conversations ends without an answer",
-        ),
-        (said(("human", "a"), ("function_call", "b")), "message 2 of conversations is no call"),
-        (said(("human", "a"), ("function_call", "{}")), "message 2 of conversations is no call"),
-        (
-            {**said(("system", "a"), ("human", "b"), ("gpt", "c")), "system": "d"},
-            "it has system, and a message of system",
-        ),
-        ({**TALK, "images": ["a.png"]}, "it has images: pass text alone"),
-        (
-            {**TALK, "messages": [user("a"), assistant("b")]},
-            "it has messages and conversations: pass the chat once",
-        ),
-        ({**TALK, "system": 1}, "system is int, not text"),
-        ({**ALPACA, "output": 1}, "output is int, not text"),
-        ({**ALPACA, "instruction": None}, "instruction is NoneType, not text"),
-        ({**ALPACA, "input": ["a"]}, "input is list, not text"),
-        ({**ALPACA, "history": "a"}, "history is a str, not a list of pairs"),
-        ({**ALPACA, "history": [["a", "b"], ["c"]]}, "entry 2 of history is not a pair of texts"),
-        ({"instruction": "a"}, "neither messages nor prompt and completion, only 'instruction'"),
-    ],
-)
-def test_an_unknown_shape_is_refused_with_its_place(record, reason):
+@pytest.mark.parametrize(("_", "record", "line"), refusals("chats"))
+def test_a_record_that_is_no_chat_is_refused_with_its_place(_, record, line):
     with pytest.raises(ValueError) as refused:
-        chat_of(record, "a.json:7")
-    assert str(refused.value).startswith(f"a.json:7: {reason}") and "\n" not in str(refused.value)
+        read_chat(Document("a.json", 7, record.encode()))
+    assert str(refused.value).startswith(f"a.json:7: {line}") and "\n" not in str(refused.value)
 
 
 def test_preprocess_reads_lines_and_arrays_of_records(tmp_path, capsys):
