@@ -8,7 +8,7 @@ may be waited for in any order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -56,24 +56,21 @@ class Comm(Protocol):
 
         op: "sum", "max" or "min"
         """
-        self.iall_reduce(tensor, op).wait()
-        return tensor
+        return self._wait(self.iall_reduce, tensor, op)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Tensor:
         """Concatenate every rank's `tensor` (n,) in rank order into `output` (size * n,).
 
         `tensor` may be this rank's slice of `output`.
         """
-        self.iall_gather(output, tensor).wait()
-        return output
+        return self._wait(self.iall_gather, output, tensor)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Tensor:
         """Sum `tensor` (size * n,) over ranks and store this rank's slice in `output` (n,).
 
         `output` may be this rank's slice of `tensor`; the other slices are unchanged.
         """
-        self.ireduce_scatter(output, tensor).wait()
-        return output
+        return self._wait(self.ireduce_scatter, output, tensor)
 
     def all_to_all(
         self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
@@ -83,7 +80,11 @@ class Comm(Protocol):
 
         received[i] rows from rank i are stored in `output` (m, ...) in rank order.
         """
-        self.iall_to_all(output, tensor, received, sent).wait()
+        return self._wait(self.iall_to_all, output, tensor, received, sent)
+
+    def _wait(self, start: Callable[..., Handle], output: Tensor, *operands: Any) -> Tensor:
+        """Start a collective, wait for its end and return `output`. The caller's thread may do the work."""
+        start(output, *operands).wait()
         return output
 
     def iall_reduce(self, tensor: Tensor, op: str = "sum") -> Handle: ...

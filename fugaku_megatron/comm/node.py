@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..start.environment import SHARED_MEMORY
-from .base import DONE, SUMMED_DTYPES, Comm, Handle, SoloComm, check, check_exchange, rows
+from .base import DONE, SUMMED_DTYPES, Comm, Handle, SoloComm, rows
 from .engine import PATIENCE, Steps
 from .grid import Groups
 from .mpi import MPIComm
@@ -127,43 +127,27 @@ class NodeComm(MPIComm):
         self._window = comm.engine.call(lambda: _Window(comm.mpi, comm.mpi_comm))
         self._chunks = 0
         self._last: Handle = DONE
+        self._blocks = False  # the caller of the collective waits for it
 
     # Blocking collectives run on the caller's threads, nonblocking ones on the engine's -------------------------------------------
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        self._now(self._all_reduce(check(tensor).detach().view(-1), op), tensor)
-        return tensor
-
-    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Tensor:
-        parts = rows(tensor, output, self.size)
-        self._now(self._reduce_scatter(output.detach().view(-1), parts), output, tensor)
-        return output
-
-    def all_gather(self, output: Tensor, tensor: Tensor) -> Tensor:
-        self._now(self._all_gather(output.detach(), tensor.detach()), output, tensor)
-        return output
-
-    def all_to_all(
-        self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
-    ) -> Tensor:
-        check_exchange(output, tensor, received, sent, self.size)
-        steps = self._all_to_all(output.detach(), tensor.detach(), received, sent)
-        self._now(steps, output, tensor)
-        return output
+    def _wait(self, start: Callable[..., Handle], output: Tensor, *operands: Any) -> Tensor:
+        self._blocks = self._last.done()
+        try:
+            return super()._wait(start, output, *operands)
+        finally:
+            self._blocks = False
 
     def _collective(self, steps: Steps, *tensors: Tensor) -> Handle:
-        self._last = super()._collective(steps, *tensors)
-        return self._last
-
-    def _now(self, steps: Steps, *tensors: Tensor) -> None:
-        if not (isinstance(steps, _WithoutMPI) and self._last.done()):
-            self._collective(steps, *tensors).wait()
-            return
+        if not (self._blocks and isinstance(steps, _WithoutMPI)):
+            self._last = super()._collective(steps, *tensors)
+            return self._last
         for ready in steps:
             if not ready(PATIENCE):
                 with self.engine.waiting():
                     while not ready(PATIENCE):
                         pass
+        return DONE
 
     # Steps in shared memory, or MPI's ---------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ BF16 and FP16 sums are rounded once a level. p = k m ranks
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -120,6 +120,7 @@ class TwoLevelComm:
         self._dtypes = dtypes
         self._moves = moves
         self._last: Handle = DONE
+        self._blocks = False  # the caller of the collective waits for it
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.whole, name)
@@ -129,30 +130,21 @@ class TwoLevelComm:
     def iall_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:
         return self._start("all_reduce", self._sums(tensor, op), tensor, op)
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        return self._do("all_reduce", self._sums(tensor, op), tensor, op)
-
     def ireduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
         return self._start("reduce_scatter", self._sums(tensor), output, tensor)
 
-    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Tensor:
-        return self._do("reduce_scatter", self._sums(tensor), output, tensor)
-
     def iall_gather(self, output: Tensor, tensor: Tensor) -> Handle:
         return self._start("all_gather", self._moves, output, tensor)
-
-    def all_gather(self, output: Tensor, tensor: Tensor) -> Tensor:
-        return self._do("all_gather", self._moves, output, tensor)
 
     def iall_to_all(
         self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Handle:
         return self._start("all_to_all", self._moves, output, tensor, received, sent)
 
-    def all_to_all(
-        self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
-    ) -> Tensor:
-        return self._do("all_to_all", self._moves, output, tensor, received, sent)
+    all_reduce = Comm.all_reduce
+    reduce_scatter = Comm.reduce_scatter
+    all_gather = Comm.all_gather
+    all_to_all = Comm.all_to_all
 
     def _sums(self, tensor: Tensor, op: str = "sum") -> bool:
         return op == "sum" and tensor.dtype in self._dtypes
@@ -161,19 +153,20 @@ class TwoLevelComm:
         if not levels:
             handle: Handle = getattr(self.whole, f"i{verb}")(*operands)
             return handle
-        steps = _nonblocking(getattr(self, f"_{verb}")(*operands))
-        self._last = self.engine.start(steps, self, operands)
-        return self._last
+        calls: Calls = getattr(self, f"_{verb}")(*operands)
+        if not self._blocks:
+            self._last = self.engine.start(_nonblocking(calls), self, operands)
+            return self._last
+        for comm, each, tensors in calls:
+            getattr(comm, each)(*tensors)
+        return DONE
 
-    def _do(self, verb: str, levels: bool, *operands: Any) -> Tensor:
-        output: Tensor = operands[0]
-        if not levels:
-            getattr(self.whole, verb)(*operands)
-        elif not self._last.done():
-            self._start(verb, levels, *operands).wait()
-        else:
-            for comm, each, tensors in getattr(self, f"_{verb}")(*operands):
-                getattr(comm, each)(*tensors)
+    def _wait(self, start: Callable[..., Handle], output: Tensor, *operands: Any) -> Tensor:
+        self._blocks = self._last.done()
+        try:
+            start(output, *operands).wait()
+        finally:
+            self._blocks = False
         return output
 
     # Calls of each collective -----------------------------------------------------------------------------------------------------
