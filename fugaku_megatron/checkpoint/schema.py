@@ -91,7 +91,14 @@ def check_contents(manifest: Manifest) -> None:
     if "model" in manifest["config"]:
         _check(manifest["config"], {"model": OBJECT}, "config.")
         _check_state(manifest["state"], manifest["iteration"])
-    check_folders(manifest) if "folders" in manifest else check_files(manifest)
+    if "folders" not in manifest:
+        check_files(manifest)
+        return
+    _check(manifest, {"ranks": POSITIVE, "folders": OBJECT})
+    for name, entry in manifest["folders"].items():
+        _require(_FOLDER.fullmatch(name), f"folders.{name!r} is not a folder's name")
+        _check(manifest["folders"], {name: OBJECT}, "folders.")
+        _check_file(entry, f"folders.{name}.")
 
 
 def check_files(owner: Manifest) -> None:
@@ -110,14 +117,6 @@ def check_files(owner: Manifest) -> None:
             place = f"{where}shards[{number}]"
             _require(is_object(record), f"{place} is {record!r:.60}, not an object")
             _check_record(record, f"{place}.")
-
-
-def check_folders(manifest: Manifest) -> None:
-    _check(manifest, {"ranks": POSITIVE, "folders": OBJECT})
-    for name, entry in manifest["folders"].items():
-        _require(_FOLDER.fullmatch(name), f"folders.{name!r} is not a folder's name")
-        _check(manifest["folders"], {name: OBJECT}, "folders.")
-        _check_file(entry, f"folders.{name}.")
 
 
 def _check_state(state: JsonObject, iteration: int) -> None:

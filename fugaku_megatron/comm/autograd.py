@@ -155,12 +155,6 @@ class RowBlocks:
     kernels: Any
     count: int
 
-    def gather(self, shard: Tensor) -> Gathering:
-        return Gathering(self, shard)
-
-    def sum(self, rows: int, width: int, dtype: torch.dtype) -> Summing:
-        return Summing(self, rows, width, dtype)
-
 
 def _cut(rows: int, count: int) -> list[slice]:
     count = min(rows, count)

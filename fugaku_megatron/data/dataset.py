@@ -12,11 +12,12 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from ..comm.agreement import on_root
+from ..comm.base import Comm
 from ..tokenizers.vocabulary import check_tokens
 from .index_arrays import (
     BLOCK,
@@ -34,9 +35,6 @@ from .index_arrays import (
 from .index_cache import ArrayBlocks, Index, IndexCache, IndexRequest, Store, provide
 from .indexed import IndexedDataset
 from .token_arrays import TokenArrays
-
-if TYPE_CHECKING:
-    from ..comm.base import Comm
 
 SPLITS = ("train", "valid", "test")
 SEPARATE_LAST_EPOCH = (

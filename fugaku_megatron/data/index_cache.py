@@ -18,18 +18,15 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..comm.agreement import agree, describe, on_root
+from ..comm.base import Comm
 from ..text.named_files import JsonObject
 from ..text.written_files import make_folder, new_file
 from .files import MappedFile
-
-if TYPE_CHECKING:
-    from ..comm.base import Comm
-
 
 IN_MEMORY = 64 << 20  # bytes of an index that need no file
 ABANDONED = 3600.0  # s after which an unfinished file belongs to a builder that was killed

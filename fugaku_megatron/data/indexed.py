@@ -17,18 +17,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from ..comm.agreement import on_root
+from ..comm.base import Comm
 from ..text.named_files import JsonObject, StrPath, unreadable
 from ..text.written_files import new_file
 from .files import ReadFile, Status, check_status
 from .index_arrays import BLOCK
-
-if TYPE_CHECKING:  # reading and writing tokens needs no torch
-    from ..comm.base import Comm
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

@@ -7,15 +7,13 @@ same documents.
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..comm.agreement import on_root
+from ..comm.base import Comm
 from ..text.named_files import JsonObject
-
-if TYPE_CHECKING:
-    from ..comm.base import Comm
 from ..tokenizers.vocabulary import check_tokens
 
 

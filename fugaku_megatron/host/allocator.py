@@ -14,7 +14,6 @@ import os
 import platform
 import re
 import resource
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,5 +153,4 @@ def peak_memory_mib() -> float:
     status = read_text(Path("/proc/self/status")) or ""
     if peak := re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE):
         return int(peak[1]) / 1024
-    unit = 1 << 20 if sys.platform == "darwin" else 1 << 10  # per MiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -182,14 +182,6 @@ def rendered(name: str) -> str:
     return render.render(job_from_words(shlex.split(SCRIPTS[name])))
 
 
-def render_all(folder: Path) -> int:
-    check(folder.is_dir(), f"--all {folder}: pass an existing folder, such as scripts/pjsub")
-    for name in SCRIPTS:
-        _write(folder / name, rendered(name))
-        print(f"wrote {folder / name}")
-    return 0
-
-
 def add_render_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the job's flags, and flags that select a report, Slurm or all scripts."""
     add_plan_arguments(parser)
@@ -214,8 +206,12 @@ def add_render_arguments(parser: argparse.ArgumentParser) -> None:
 
 def make(args: argparse.Namespace) -> int:
     """Write the script of a run or report, and list what to fill in; return the exit code."""
-    if args.all:
-        return render_all(args.all)
+    if folder := args.all:
+        check(folder.is_dir(), f"--all {folder}: pass an existing folder, such as scripts/pjsub")
+        for name in SCRIPTS:
+            _write(folder / name, rendered(name))
+            print(f"wrote {folder / name}")
+        return 0
     check(
         args.slurm is None or args.report,
         f"--slurm {args.slurm} goes with --report: pass both, or look into scripts/slurm",
@@ -226,7 +222,8 @@ def make(args: argparse.Namespace) -> int:
     )
     if args.slurm:
         cluster = render.CLUSTERS[args.slurm]
-        return _output(args, render.render_slurm_report(cluster, args.nodes))
+        text = render.fill(render.SLURM_REPORT, cluster, nodes=args.nodes, time=render.REPORT_TIME)
+        return _output(args, text)
     job = report_job(args) if args.report else job_from(args)
     text = render.self_contained(render.render(job))
     left = [

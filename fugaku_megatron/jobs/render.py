@@ -170,17 +170,14 @@ def values(job: Job) -> list[str]:
     ]
 
 
-def other_clocks(job: Job) -> str:
-    return "\n".join(
+def render(job: Job) -> str:
+    """Return the pjsub script: directives, reasons, values and the commands of the job's kind."""
+    other_clocks = "\n".join(
         f'#   {mode.name}: pjsub -g GROUP -L "{mode.directive}" -x CPU_GHZ={mode.ghz:.1f} FILE'
         for mode in limits.MODES.values()
         if mode != job.mode and not mode.refused
     )
-
-
-def render(job: Job) -> str:
-    """Return the pjsub script: directives, reasons, values and the commands of the job's kind."""
-    run = RUNS[job.kind].replace("@OTHERS@", other_clocks(job))
+    run = RUNS[job.kind].replace("@OTHERS@", other_clocks)
     if job.check_ranks is not None:
         run = f"check_layout {job.check_ranks}  # ends the job if the layout trains differently\n{run}"
     lines = [
@@ -320,14 +317,13 @@ def fill(template: str, cluster: Cluster, **values: object) -> str:
     return re.sub("@([A-Z]+)@", lambda mark: str(values[mark[1].lower()]), template)
 
 
-def _check_ranks(job: Recipe, layout: Layout) -> str:
-    ranks = fewest_ranks(parse(["--mock-data", *job.words]).run, layout)
-    return f"CHECK_RANKS=${{CHECK_RANKS:-{ranks}}}  # the fewest that hold a replica; 0: no check\n"
-
-
 def render_slurm(cluster: Cluster, job: Recipe, checks_layout: bool = False) -> str:
     """Return the sbatch script. ValueError if the recipe does not fit into the nodes' memory."""
     layout, mib = slurm_memory_mib(cluster, job)
+    check = ""
+    if checks_layout:
+        ranks = fewest_ranks(parse(["--mock-data", *job.words]).run, layout)
+        check = f"CHECK_RANKS=${{CHECK_RANKS:-{ranks}}}  # the fewest that hold a replica; 0: no check\n"
     return fill(
         SLURM_TEMPLATE,
         cluster,
@@ -335,13 +331,9 @@ def render_slurm(cluster: Cluster, job: Recipe, checks_layout: bool = False) -> 
         nodes=job.nodes,
         leave=LEAVE_SECONDS,
         flags="\n".join(flag_lines(job.words)),
-        check=_check_ranks(job, layout) if checks_layout else "",
+        check=check,
         layout=f"{layout}; {mib:.0f} MiB on the fullest rank (model)",
     )
-
-
-def render_slurm_report(cluster: Cluster, nodes: int) -> str:
-    return fill(SLURM_REPORT, cluster, nodes=nodes, time=REPORT_TIME)
 
 
 def slurm_scripts(recipe: str | None = None, checks_layout: bool = False) -> dict[str, str]:

@@ -34,23 +34,22 @@ SWITCHES = {
     "--no-check-directory",
     "--no-check-gfscache",
 }
+LONG = {"--rsc-list": "-L", "--name": "-N"}  # long name of an option -> short name
 VALUED = {
-    "-L": "-L",
-    "--rsc-list": "-L",
-    "--mpi": "--mpi",
-    "-g": "-g",
-    "-x": "-x",
-    "--llio": "--llio",
-    "-N": "-N",
-    "--name": "-N",
-    "-o": "-o",
-    "-e": "-e",
-    "--sparam": "--sparam",
-    "--omp": "--omp",
-    "--spath": "--spath",
-    "--at": "--at",
-    "-m": "-m",
-    "--mail-list": "--mail-list",
+    "-L",
+    "--mpi",
+    "-g",
+    "-x",
+    "--llio",
+    "-N",
+    "-o",
+    "-e",
+    "--sparam",
+    "--omp",
+    "--spath",
+    "--at",
+    "-m",
+    "--mail-list",
 }
 NODES = re.compile(
     r"[1-9]\d{0,8}(x[1-9]\d{0,8}){0,2}(:(torus|mesh|noncont))?(:strict(-io)?)?", re.ASCII
@@ -124,9 +123,10 @@ def add_options(script: Script, words: Sequence[str], line: int) -> list[str]:
             script.switches[word] = line
             continue
         name, _, value = word.partition("=") if word.startswith("--") else (word, "", "")
+        name = LONG.get(name, name)
         check(name in VALUED, f"{where}pjsub option {word} is unknown")
         check(value or words, f"{where}pjsub option {word} needs a value")
-        _enter(script, VALUED[name], value or words.pop(0), line)
+        _enter(script, name, value or words.pop(0), line)
     return words
 
 

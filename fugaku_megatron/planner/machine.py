@@ -148,21 +148,13 @@ class Machine:
 
         int8: FP32's if INT8 was not measured
         """
-        curves = self.int8_curves if int8 and self.int8_curves else self.gemm_curves
-        below = max(
-            (c for c in curves if c.threads <= threads),
-            key=lambda c: c.threads,
-            default=None,
-        )
-        above = min(
-            (c for c in curves if c.threads >= threads),
-            key=lambda c: c.threads,
-            default=None,
-        )
-        if below is None or above is None or below.threads == above.threads:
-            nearest = below or above
-            assert nearest is not None, self.name
-            return nearest
+        measured = self.int8_curves if int8 and self.int8_curves else self.gemm_curves
+        curves = {curve.threads: curve for curve in measured}
+        near = neighbours(curves, threads)
+        below = curves[near[0]]
+        above = curves[near[-1]]
+        if below is above:
+            return below
         weight = math.log(threads / below.threads) / math.log(above.threads / below.threads)
 
         def between(name: str) -> float:
@@ -176,10 +168,9 @@ class Machine:
         )
 
     def curve_note(self, threads: int) -> str | None:
-        known = sorted(c.threads for c in self.gemm_curves)
-        if threads in known:
+        near = neighbours([curve.threads for curve in self.gemm_curves], threads)
+        if near == [threads]:
             return None
-        near = [n for n in known if n < threads][-1:] + [n for n in known if n > threads][:1]
         used = (
             f"the curves with {near[0]} and {near[1]} are interpolated"
             if len(near) > 1
@@ -202,6 +193,14 @@ class Machine:
             for name, value in self.peak_tflops.items()
         }
         return replace(self, ghz=ghz or self.ghz, peak_tflops=peak)
+
+
+def neighbours(known: Iterable[int], number: int) -> list[int]:
+    """Return `number` if it is known, else the nearest known numbers below and above."""
+    known = sorted(known)
+    if number in known:
+        return [number]
+    return [n for n in known if n < number][-1:] + [n for n in known if n > number][:1]
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:

@@ -114,7 +114,9 @@ def main(args: argparse.Namespace) -> int:
     )
     run = _with_length(run)
     if args.features:
-        print(features_text(feature_plans(run, system, held_fields(args))))
+        plans = feature_plans(run, system, held_fields(args))
+        cells = [_feature_cells(name, plan, plans["all"]) for name, plan in plans.items()]
+        print(*pipe_table([FEATURES_HEADER, *cells]), sep="\n")
         return 0
     result = search(
         run, system, frozenset() if args.against else held_fields(args), args.ramp_divisible
@@ -183,11 +185,6 @@ def feature_plans(
     for name, variant, on in feature_variants(run, system):
         found[name] = next(iter(search(variant, on, held).plans), None)
     return found
-
-
-def features_text(plans: dict[str, LayoutCandidate | None]) -> str:
-    rows = [_feature_cells(name, plan, plans["all"]) for name, plan in plans.items()]
-    return "\n".join(pipe_table([FEATURES_HEADER, *rows]))
 
 
 def _feature_cells(

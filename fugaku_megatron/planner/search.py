@@ -73,11 +73,12 @@ def schedules(choices: Choices, stages: int, microbatches: int) -> list[Order]:
     few = microbatches <= min(2 * stages, LONGEST // stages)
     orders = []
     for name in choices.schedules:
-        chunks = row(name).tried_chunks
+        schedule = row(name)
+        chunks = schedule.tried_chunks
         if few:
-            chunks += row(name).tried_chunks_if_few
+            chunks += schedule.tried_chunks_if_few
         for count in chunks:
-            if row(name).chunks == count or count == 1:
+            if count in (1, schedule.chunks):
                 orders += [Order(name, count, n) for n in pendings(name, stages, microbatches)]
             else:
                 orders.append(Order(name, count))

@@ -14,7 +14,6 @@ from types import MappingProxyType
 
 from ..config import features
 from ..config.layer_kinds import LayerKind
-from ..config.model import ModelConfig
 from ..config.rows import MLP_OF_EXPERTS
 from ..config.run_config import RunConfig
 from ..costs import memory
@@ -140,12 +139,6 @@ def muon(run: RunConfig, stage: int) -> Work:
 _NO_MIXER = {"qkv": 0, "context": 0, "scores": 0}
 
 
-def _mlp_width(model: ModelConfig, mlp: str | None) -> int:
-    if mlp is None:
-        return 0
-    return mlp_width(model) if mlp == MLP_OF_EXPERTS else model.ffn_hidden_size
-
-
 def tensors(run: RunConfig, kind: LayerKind | None = None) -> dict[str, int]:
     """Return the bytes per tensor kind. mlp: mean over an activation's argument and result.
 
@@ -155,10 +148,13 @@ def tensors(run: RunConfig, kind: LayerKind | None = None) -> dict[str, int]:
     each = kind or typical_layer(model)
     rows = run.tokens_per_microbatch * run.element_bytes
     mixer = _NO_MIXER if each.mixer is None else mixer_costs(each.mixer).tensors(run)
+    width = 0
+    if each.mlp is not None:
+        width = mlp_width(model) if each.mlp == MLP_OF_EXPERTS else model.ffn_hidden_size
     return {
         "hidden": rows * model.hidden_size,
         **mixer,
-        "mlp": rows * _mlp_width(model, each.mlp) * (model.fc1_widths + 1) // 2 // run.tp,
+        "mlp": rows * width * (model.fc1_widths + 1) // 2 // run.tp,
         "logits": rows * vocabulary_rows(run),
     }
 

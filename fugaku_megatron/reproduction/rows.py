@@ -243,13 +243,19 @@ OPTIONAL = ("freq", "size")
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Printed table: id ("001.2": second in document 001), line and header."""
+    """Printed table: id ("001.2": second in document 001), line and header.
+
+    facts: cells that hold for all rows, by column
+    assumed: facts that the document does not state
+    """
 
     id: str
     document: str
     line: int
     title: str
     header: tuple[str, ...]
+    facts: Mapping[str, str]
+    assumed: tuple[str, ...]
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -291,7 +297,6 @@ class Row:
     formula: counts `tflops` (costs.flops.hardware_flops or parameter_flops)
     seconds, tflops, petaflops, memory_mib: None if not printed
     synchronous: CUDA_LAUNCH_BLOCKING=1
-    assumed: facts that the document does not state
     duplicate_of: line with the run's first printing
     status: ran, oom, failed, planned (never run) or impossible (see `problem`)
     """
@@ -326,7 +331,6 @@ class Row:
     petaflops: float | None
     memory_mib: float | None
     notes: str
-    assumed: tuple[str, ...]
     errata: tuple[Erratum, ...]
     duplicate_of: int | None = None
 
@@ -418,11 +422,7 @@ def read(folder: Path) -> tuple[Row, ...]:
     for record in read_csv(folder / "tables.csv", TABLE_COLUMNS):
         table = _table(record)
         record.expect(table.id not in tables, "table", "an id of its own")
-        tables[table.id] = (
-            table,
-            {name: record.cells[name] for name in _FACTS},
-            tuple(record.cells["assumed"].split()),
-        )
+        tables[table.id] = table
     rows = [row for file, _ in DOCUMENTS.values() for row in _rows(folder / file, tables, records)]
     places = {(row.table.id, row.line) for row in rows}
     for erratum in records:
@@ -434,7 +434,7 @@ def read(folder: Path) -> tuple[Row, ...]:
     return _mark_duplicates(rows)
 
 
-def _rows(path: Path, tables: JsonObject, records: Sequence[Erratum]) -> Iterator[Row]:
+def _rows(path: Path, tables: Mapping[str, Table], records: Sequence[Erratum]) -> Iterator[Row]:
     seen: set[int] = set()
     for record in read_csv(path, ("line", "table", "status"), tuple(PARSERS)):
         row = _row(record, tables, records)
@@ -457,7 +457,8 @@ def _table(record: Record) -> Table:
         "header",
         f"names out of {', '.join(HEADERS)} between |",
     )
-    for name in cells["assumed"].split():
+    assumed = tuple(cells["assumed"].split())
+    for name in assumed:
         record.expect(name in PARSERS, "assumed", "names of columns", name)
     line = record.convert("line", int, "a line number")
     return Table(
@@ -466,13 +467,15 @@ def _table(record: Record) -> Table:
         line=line,
         title=cells["title"],
         header=header,
+        facts={name: cells[name] for name in _FACTS},
+        assumed=assumed,
     )
 
 
-def _row(record: Record, tables: JsonObject, records: Sequence[Erratum]) -> Row:
+def _row(record: Record, tables: Mapping[str, Table], records: Sequence[Erratum]) -> Row:
     record.expect(record.cells["table"] in tables, "table", "a table of tables.csv")
     record.expect(record.cells["status"] in STATUSES, "status", " or ".join(STATUSES))
-    table, facts, assumed = tables[record.cells["table"]]
+    table = tables[record.cells["table"]]
     record.expect(
         DOCUMENTS[table.document][0] == record.path.name, "table", "a table of this document"
     )
@@ -482,7 +485,7 @@ def _row(record: Record, tables: JsonObject, records: Sequence[Erratum]) -> Row:
         record.expect(
             printed or not cell, column, f"nothing, as table {table.id} has no such column,"
         )
-    values = {name: facts.get(name, "") for name in PARSERS}
+    values = {name: table.facts.get(name, "") for name in PARSERS}
     values |= {name: record.cells[name] for name in table.columns if record.cells[name]}
     mine = tuple(e for e in records if e.holds(table.id, line, record.cells.get(e.column, "")))
     for erratum in mine:
@@ -495,7 +498,6 @@ def _row(record: Record, tables: JsonObject, records: Sequence[Erratum]) -> Row:
         line=line,
         cells=cells,
         status=record.cells["status"],
-        assumed=assumed,
         errata=mine,
         **_facts(record, values),
     )

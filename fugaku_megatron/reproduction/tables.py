@@ -139,13 +139,13 @@ def compare(rows: Sequence[Row], predict: Callable[[Row], Prediction]) -> list[C
     found = []
     for row in _with_progress(rows):
         prediction = None
-        problem = row.problem()
+        problem = row.problem() or ""
         if not problem:
             try:
                 prediction = predict(row)
             except ValueError as error:
                 problem = str(error)
-        found.append(Comparison(row=row, prediction=prediction, problem=problem or ""))
+        found.append(Comparison(row=row, prediction=prediction, problem=problem))
     return found
 
 
@@ -189,8 +189,8 @@ def _table(comparisons: Sequence[Comparison], markdown: bool) -> str:
     heading = "### " if markdown else ""
     bullet = "- " if markdown else "  "
     notes = []
-    if assumed := comparisons[0].row.assumed:
-        notes.append(f"assumed, not printed: {', '.join(assumed)}")
+    if table.assumed:
+        notes.append(f"assumed, not printed: {', '.join(table.assumed)}")
     for c in comparisons:
         if c.problem:
             what = "cannot run" if c.row.status == "impossible" else "is not modelled"
@@ -235,12 +235,10 @@ def _errata(comparisons: Sequence[Comparison]) -> list[str]:
         lines.setdefault(key, []).append(_place(erratum))
     return [
         f"{id} {column}, {'; '.join(places)}: {why}"
-        for (id, column, why), places in sorted(lines.items(), key=_by_number)
+        for (id, column, why), places in sorted(
+            lines.items(), key=lambda item: (item[0][0][0], int(item[0][0][1:]))
+        )
     ]
-
-
-def _by_number(item: tuple[tuple[str, str, str], list[str]]) -> tuple[str, int]:
-    return item[0][0][0], int(item[0][0][1:])
 
 
 def _place(erratum: Erratum) -> str:
@@ -357,7 +355,6 @@ _NO_COLUMNS = (
     "cells",
     "synchronous",
     "petaflops",
-    "assumed",
     "errata",
     "duplicate_of",
 )

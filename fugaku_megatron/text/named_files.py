@@ -37,12 +37,6 @@ def about(place: str) -> Iterator[None]:
         raise ValueError(f"{place}: {error}") from error
 
 
-def is_pointer(path: StrPath) -> bool:
-    """Return True for a Git LFS pointer. Raises OSError if the file cannot be read."""
-    with open(path, "rb") as file:
-        return file.read(len(FIRST_BYTES)) == FIRST_BYTES
-
-
 def unreadable(path: StrPath) -> str | None:
     """Return the reason why `path` cannot be read as a regular file, or None."""
     try:
@@ -53,7 +47,8 @@ def unreadable(path: StrPath) -> str | None:
         return f"it is {KINDS.get(stat.S_IFMT(mode), 'no file')}, not a regular file"
     if not os.access(path, os.R_OK):
         return "Permission denied"
-    return POINTER if is_pointer(path) else None
+    with open(path, "rb") as file:
+        return POINTER if file.read(len(FIRST_BYTES)) == FIRST_BYTES else None
 
 
 def read_text(

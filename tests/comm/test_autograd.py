@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from fugaku_megatron.comm.autograd import (
+    Gathering,
     RowBlocks,
+    Summing,
     copy_to_tensor_parallel,
     gather_from_sequence_parallel,
     gather_from_tensor_parallel,
@@ -166,7 +168,7 @@ def test_every_block_is_there_when_it_is_named(size):
     whole = rows_of(ROWS, BATCH, WIDTH, seed=1)
 
     def fn(comm):
-        gathering = RowBlocks(comm, kernels, COUNT).gather(whole.chunk(size)[comm.rank])
+        gathering = Gathering(RowBlocks(comm, kernels, COUNT), whole.chunk(size)[comm.rank])
         seen = torch.zeros(ROWS * BATCH, dtype=torch.int64)
         first = None
         for rows in gathering:
@@ -191,8 +193,8 @@ def test_sums_have_the_bits_of_a_reduce_scatter(size, dtype):
     def fn(comm):
         blocks = RowBlocks(comm, kernels, COUNT)
         mine = values[comm.rank]
-        gathering = blocks.gather(mine[: ROWS * BATCH // size])  # on its way at the same time
-        total = blocks.sum(ROWS * BATCH, WIDTH, dtype)
+        gathering = Gathering(blocks, mine[: ROWS * BATCH // size])  # on its way at the same time
+        total = Summing(blocks, ROWS * BATCH, WIDTH, dtype)
         made = torch.zeros(ROWS * BATCH, dtype=torch.int64)
         for rows, block in total:
             block.copy_(mine[rows])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,10 +16,6 @@ from ...tokenizers.vocabulary import check_tokens
 from ..dataset import RELEASE_EVERY, DatasetConfig, check_index
 from ..marks import COUNTED, FIRST, PADDED
 from .chat_files import SUFFIX, ChatArrays, ChatFiles
-
-if TYPE_CHECKING:
-    pass
-
 
 COUNTED_AT_ONCE = 2**12  # chats
 PADDING = 0  # token id after the last chat of a sample, which every vocabulary has

@@ -11,18 +11,15 @@ import os
 import struct
 import zlib
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...comm.agreement import on_root
+from ...comm.base import Comm
 from ...text.named_files import StrPath, unreadable
 from ..files import ReadFile
 from ..indexed import IndexedDataset, IndexedDatasetWriter
 from ..token_arrays import TokenArrays
-
-if TYPE_CHECKING:
-    from ...comm.base import Comm
 
 SUFFIX = ".mask"
 MAGIC = b"FMMASK\0\0"

@@ -44,7 +44,7 @@ def overlapped_mlp(
 
 
 def _data_gradient_sum(ops: Backend, dy: Tensor, weight: Tensor, blocks: RowBlocks) -> Summing:
-    total = blocks.sum(len(dy), weight.shape[1], dy.dtype)
+    total = Summing(blocks, len(dy), weight.shape[1], dy.dtype)
     for rows, block in total:
         data_gradient(ops, dy[rows], weight, block)
     return total
@@ -61,7 +61,7 @@ class _ColumnLinear(Function[Tensor]):
         ctx: Any, ops: Backend, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: RowBlocks
     ) -> Tensor:
         out = x.new_empty(x.shape[0] * blocks.comm.size, x.shape[1], weight.shape[0])
-        gathering = blocks.gather(x)
+        gathering = Gathering(blocks, x)
         out_rows = out.view(-1, out.shape[-1])
         for rows in gathering:
             matmul(ops, gathering.rows[rows], weight, out_rows[rows], bias)
@@ -77,7 +77,7 @@ class _ColumnLinear(Function[Tensor]):
     def backward(ctx: Any, dy: Tensor) -> Gradients:
         (x,) = ctx.saved_tensors
         dy = as_rows(dy)
-        gathering = ctx.blocks.gather(x)
+        gathering = Gathering(ctx.blocks, x)
         total = _data_gradient_sum(ctx.ops, dy, ctx.weight, ctx.blocks)
         weight_gradient(ctx.ops, dy, _gathered_rows(gathering), ctx.weight, ctx.bias)
         return None, total.wait().view(x.shape), None, None, None
@@ -87,7 +87,7 @@ class _RowLinear(Function[Tensor]):
     @staticmethod
     def forward(ctx: Any, ops: Backend, x: Tensor, weight: Tensor, blocks: RowBlocks) -> Tensor:
         x_rows = as_rows(x)
-        total = blocks.sum(len(x_rows), weight.shape[0], x.dtype)
+        total = Summing(blocks, len(x_rows), weight.shape[0], x.dtype)
         for rows, block in total:
             matmul(ops, x_rows[rows], weight, block)
         ctx.save_for_backward(x_rows)
@@ -100,7 +100,7 @@ class _RowLinear(Function[Tensor]):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Gradients:
         (x,) = ctx.saved_tensors
-        gathering = ctx.blocks.gather(dy)
+        gathering = Gathering(ctx.blocks, dy)
         dx = torch.empty_like(x)
         for rows in gathering:
             data_gradient(ctx.ops, gathering.rows[rows], ctx.weight, dx[rows])
@@ -119,7 +119,7 @@ class _OverlappedMLP(Function[Tensor]):
         blocks: RowBlocks,
     ) -> Tensor:
         weight1, bias1, weight2, activation = weights
-        gathering = blocks.gather(x)
+        gathering = Gathering(blocks, x)
         pre = x.new_empty(len(gathering.rows), len(weight1))
         inner = None
         if needs_values and is_fused(ops, activation):
@@ -137,7 +137,7 @@ class _OverlappedMLP(Function[Tensor]):
         ctx.blocks = blocks
         if not needs_values:
             return x.new_empty(1).expand(x.shape)
-        total = blocks.sum(len(pre), len(weight2), x.dtype)
+        total = Summing(blocks, len(pre), len(weight2), x.dtype)
         for rows, block in total:
             values = activate(ops, pre[rows], activation) if inner is None else inner[rows]
             matmul(ops, values, weight2, block)
@@ -148,8 +148,8 @@ class _OverlappedMLP(Function[Tensor]):
         ops = ctx.ops
         x, pre = ctx.saved_tensors
         weight1, bias1, weight2, activation = ctx.weights
-        gradient = ctx.blocks.gather(dy)
-        inputs = ctx.blocks.gather(x)
+        gradient = Gathering(ctx.blocks, dy)
+        inputs = Gathering(ctx.blocks, x)
         dpre = torch.empty_like(pre)
         for rows in gradient:
             argument_gradient(ops, gradient.rows[rows], weight2, pre[rows], dpre[rows], activation)
