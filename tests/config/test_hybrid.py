@@ -52,13 +52,6 @@ EXAMPLES = {
 }
 
 
-def refusal(pattern: str, *words: str) -> str:
-    with pytest.raises(ValueError) as refused:
-        parse([*BASE, "--hybrid-layer-pattern", pattern, *words])
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
-
-
 @pytest.mark.parametrize("pattern", EXAMPLES)
 def test_a_pattern_is_another_spelling_of_a_gpt(pattern):
     hybrid, gpt = EXAMPLES[pattern]
@@ -140,54 +133,12 @@ def test_borders_do_not_matter_to_one_stage():
     assert bordered == parse([*BASE, "--num-layers", "2"]).run
 
 
-@pytest.mark.parametrize(
-    ("pattern", "reason"),
-    [
-        ("M-*-", "M at position 1 is a Mamba-2 layer, which is not supported"),
-        ("*-D-", "D at position 3 is a layer of DeepSeek Sparse Attention"),
-        ("+-", r"+ at position 1 is a layer of multi-latent attention"),
-        ("*-/*-", "/ at position 3 is the begin of layers that predict several tokens"),
-        (
-            "*-x",
-            "x at position 3 is no layer: * is attention, G a gated delta net, - an MLP, E experts, | the border",
-        ),
-        ("*-|", "| at position 4 ends a stage without layers"),
-        ("|*-", "| at position 1 ends a stage without layers"),
-        ("", "| at position 1 ends a stage without layers"),
-    ],
-)
-def test_a_wrong_pattern_is_refused_with_the_position(pattern, reason):
-    assert refusal(pattern).startswith(f"--hybrid-layer-pattern '{pattern}': {reason}")
-
-
 def test_flags_over_which_the_pattern_has_precedence_are_accepted_beside_it():
     words = "--is-hybrid-model --hybrid-attention-ratio 0.5 --hybrid-mlp-ratio 0.5".split()
     arguments = parse([*BASE, "--hybrid-override-pattern", "*-", *words])
     assert arguments.run == parse([*BASE, "--num-layers", "1"]).run
     assert arguments.notes == tuple(
         f"{name}: --hybrid-layer-pattern has precedence" for name in words if name.startswith("-")
-    )
-    with pytest.raises(ValueError, match="--is-hybrid-model: pass --hybrid-layer-pattern, which"):
-        parse([*BASE, "--num-layers", "1", "--is-hybrid-model"])
-
-
-def test_flags_that_contradict_a_pattern_are_refused():
-    assert "has E, a layer with experts: pass --num-experts, or -" in refusal("*-*E")
-    assert "has 3 stages, and --pipeline-model-parallel-size is 2" in refusal(
-        "*-|*-|*-", "--pipeline-model-parallel-size", "2"
-    )
-    for words in (
-        ["--pipeline-split", "1,1"],
-        ["--decoder-first-pipeline-num-layers", "1"],
-        ["--moe-layer-freq", "2"],
-        ["--num-virtual-stages-per-pipeline-rank", "2"],
-    ):
-        assert (
-            f"{' '.join(words)} and --hybrid-layer-pattern '*-|*-' exclude each other"
-            in refusal("*-|*-", *words, "--pipeline-model-parallel-size", "2")
-        )
-    assert "--spec" in refusal(
-        "*-", "--spec", "megatron.core.models.hybrid.hybrid_layer_specs", "other"
     )
 
 
@@ -198,10 +149,6 @@ def test_values_of_each_layer_count_symbols():
     ]
     two = "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers".split()
     assert parse([*words, *two, "2"]).run.parallel.decoder_first_pipeline_num_layers == 1
-    with pytest.raises(
-        ValueError, match="--decoder-first-pipeline-num-layers 1 counts the symbols"
-    ):
-        parse([*words, *two, "1"])
     last = "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 3".split()
     parallel = parse([*words[:-1], "*-**--", *last]).run.parallel
     assert parallel.decoder_last_pipeline_num_layers == 2
@@ -214,10 +161,6 @@ def test_values_of_each_layer_count_symbols():
         [*words[:-2], "--hybrid-layer-pattern=-**", "--window-attn-skip-freq", "[1,0,1]"]
     ).run.model
     assert [kind.window for kind in model.layer_kinds] == [None, None, 4]
-    with pytest.raises(
-        ValueError, match=r"--no-rope-freq \[1,0,1\] has 3 layers, and --num-layers is 6"
-    ):
-        parse([*words, "--no-rope-freq", "[1,0,1]"])
     ways = "--context-parallel-size 2 --cp-comm-type a2a a2a p2p p2p a2a a2a".split()
     assert parse([*words, *ways]).run.parallel.cp_comm_type == ("a2a", "p2p", "a2a")
 
@@ -297,23 +240,6 @@ def test_a_pattern_of_layers_of_one_part_sets_their_types(pattern):
     assert parse([*BASE, *model_flags(model)]).run.model == model
 
 
-@pytest.mark.parametrize(
-    ("types", "reason"),
-    [
-        ("*,*-,-", "has 3 layers, and --num-layers is 2"),
-        ("*,-*", "has '-*': pass * or G, - or E, or one of each"),
-        ("*,", "has '': pass"),
-        ("*-,E", "and --num-experts None contradict each other: E is a layer with experts"),
-        (f"*,E {MOE} --moe-layer-freq 2", "exclude each other: E are the layers with experts"),
-        ("*,- --parallel-residual", "--parallel-residual needs an attention and an MLP in every"),
-    ],
-)
-def test_wrong_types_of_layers_are_refused(types, reason):
-    with pytest.raises(ValueError) as refused:
-        parse([*BASE, "--num-layers", "2", "--layer-types", *types.split()])
-    assert reason in str(refused.value) and "\n" not in str(refused.value)
-
-
 LAYOUT = "--num-layers 7 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout".split()
 
 
@@ -331,33 +257,3 @@ def test_a_layout_in_letters_is_the_layers_of_virtual_stages():
         world = ThreadWorld(run.parallel.pipeline_model_parallel_size)
         losses.append(world.run(lambda world, run=run: train(world, run, 2))[0][1].loss)
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("letters", "reason"),
-    [
-        ("Et*7mL", " has m, a layer that predicts further tokens, which is not supported"),
-        ("Et*6|tx", " has 'x': pass E, t, L, |"),
-        ("Et*6|t", ": the embedding E is first and the loss L last, once each"),
-        ("Et*3EL|t*4L", ": the embedding E is first and the loss L last, once each"),
-        ("Et*7|L", " has a stage without layers: move a t there"),
-        ("Et*3|t*3L", " has 6 layers, and --num-layers is 7: change one"),
-        ("Et*3|t*3|tL", " has 3 stages, and --pipeline-model-parallel-size is 2"),
-        ("Et*99999|tL", " has more than 16384 letters"),
-    ],
-)
-def test_a_wrong_layout_is_refused(letters, reason):
-    with pytest.raises(ValueError) as refused:
-        parse([*BASE, *LAYOUT, letters])
-    assert str(refused.value).startswith(f"--pipeline-model-parallel-layout '{letters}'{reason}")
-
-
-def test_a_layout_excludes_other_splits():
-    with pytest.raises(
-        ValueError, match="--pipeline-split even and --pipeline-model-parallel-layout"
-    ):
-        parse([*BASE, *LAYOUT, "Ettt|t*4L", "--pipeline-split", "even"])
-    with pytest.raises(
-        ValueError, match="--pipeline-split 1,1 and --pipeline-model-parallel-layout"
-    ):
-        parse([*BASE, *LAYOUT[2:], "Et|tL", "--hybrid-layer-pattern", "*-|*-"])

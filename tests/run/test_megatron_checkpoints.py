@@ -167,14 +167,6 @@ def test_an_evaluation_has_its_own_micro_batch_size(layout):
         assert all(found[2] <= {size} for found in other) and other[0][2] == {size}
 
 
-def test_an_evaluation_micro_batch_must_fit_the_layout():
-    with pytest.raises(
-        ValueError,
-        match="16 samples, is not divisible by --eval-micro-batch-size 3 x data-parallel size 2 = 6",
-    ):
-        Layout.from_run(small_run(eval_micro_batch_size=3), 2)
-
-
 def documents(name: str) -> TokenArrays:
     """About 38 samples of 16 tokens, by the name."""
     seed = ord(name) - ord("a") + 1
@@ -288,37 +280,6 @@ def test_mistakes_of_a_whole_evaluation(data, changes, message):
     assert re.search(message, one_error(2, lambda world: evaluated(world, ("b",), data, changes)))
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            "--multiple-validation-sets",
-            "--multiple-validation-sets needs --full-validation, as in Megatron-LM: pass both",
-        ),
-        (
-            "--save s --save-interval 4 --save-retain-interval 6",
-            "--save-retain-interval 6 is not a multiple of --save-interval 4",
-        ),
-        (
-            "--save s --keep-last 2 --save-retain-interval 6",
-            "--keep-last and --save-retain-interval exclude each other",
-        ),
-        ("--exit-on-missing-checkpoint", "--exit-on-missing-checkpoint needs --load"),
-    ],
-)
-def test_mistakes_are_one_line(flags, message):
-    with pytest.raises(ValueError, match=message):
-        parse([*BASE, *flags.split()])
-
-
-def test_an_evaluation_batch_must_fit_the_layout():
-    with pytest.raises(
-        ValueError,
-        match="--eval-global-batch-size 6 is not divisible by --micro-batch-size 2 x data-par",
-    ):
-        Layout.from_run(small_run(eval_global_batch_size=6), 2)
-
-
 def test_files_that_list_the_data(tmp_path):
     """megatron/training/utils/common_utils.py, get_blend_and_blend_per_split."""
     (tmp_path / "words").write_text("0.3 a\n0.7 b")
@@ -345,8 +306,6 @@ def test_files_that_list_the_data(tmp_path):
         run = parse(f"--recipe demo --per-split-data-args-path {tmp_path / name}".split()).run
         with pytest.raises(ValueError, match=message):
             with_listed_data(run, SoloComm())
-    with pytest.raises(ValueError, match="--mock-data and --data-args-path exclude each other"):
-        parse([*BASE, "--data-args-path", "x"])
 
 
 def test_the_model_of_the_checkpoint_wins_where_that_is_asked_for(tmp_path):

@@ -547,25 +547,6 @@ def test_peft_computes_our_logits_and_saves_files_that_are_read(kind, tmp_path):
     assert torch.allclose(fm.load(back).logits(TOKENS), trained.logits, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({**QWEN, "lora_target": "out_proj"}, "the model has no gated delta net: leave it out"),
-        (
-            {**DELTA_NETS, "lora_target": "in_proj_qkvz,in_proj_z"},
-            "names rows of in_proj twice",
-        ),
-        (
-            {**DELTA_NETS, "lora_target": "in_proj,in_proj_b"},
-            "in_proj holds in_proj_b: leave one of them out",
-        ),
-    ],
-)
-def test_targets_that_do_not_fit_gated_delta_nets(flags, message):
-    with pytest.raises(ValueError, match=message):
-        small_run(**flags)
-
-
 def test_adapters_of_matrices_that_a_file_stores_together_are_refused(tmp_path, capsys):
     flags = {**NEXT, "lora_target": "in_proj_z"}
     base = save_model(tmp_path / "base", **without_adapters(flags))

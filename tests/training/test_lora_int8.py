@@ -25,7 +25,6 @@ from tests.helpers import (
     find_checkpoint,
     lay_out,
     make_trainer,
-    one_error,
     run_layout,
     small_run,
     whole_tensors,
@@ -165,17 +164,12 @@ def test_losses_are_those_of_a_plain_model_with_the_dequantized_weights(layout, 
         "full",
         "packed",
         "int8",
-        "torch",
     ],
 )
 def test_no_layout_changes_the_losses(layout, base):
     flags = {**MODEL, **INT8, "pretrained_checkpoint": base}
     if "int8" in layout:
         flags = {**flags, "int8": True}
-    if layout == "torch":
-        message = one_error(1, lambda world: small_run(**{**flags, "kernels": "torch"}))
-        assert message.startswith("--lora-base-format int8 is for the C++ kernels")
-        return
     layout = layout.replace("int8", "").strip()
     (expected,) = run_layout("", train_losses, flags)
     for losses in run_layout(layout, train_losses, flags):
@@ -286,20 +280,3 @@ def test_one_tensor_at_a_time_is_read(base, monkeypatch):
     monkeypatch.setattr(flat_parameters, "BATCH", 1)
     for losses in run_layout("pp2 tp2", train_losses, flags):
         assert losses == pytest.approx(expected, rel=2e-6)
-
-
-def test_wrong_use_is_refused_in_one_line():
-    for flags, message in (
-        (
-            {"lora_base_format": "int8"},
-            "--lora-base-format int8 is for the frozen weights of adapters",
-        ),
-        ({"lora_base_format": "int4", "lora_rank": 4}, "--lora-base-format is int4: pass int8"),
-        (
-            {**INT8, "tensor_model_parallel_size": 4, "hidden_size": 128},
-            "--lora-base-format int8 needs multiples of 64 input columns on every rank, which "
-            "--tensor-model-parallel-size 4 does not leave of 128",
-        ),
-        ({**INT8, "kernels": "torch"}, "--lora-base-format int8 is for the C++ kernels"),
-    ):
-        assert message in one_error(1, lambda world, flags=flags: small_run(**flags))
