@@ -150,7 +150,7 @@ def flag_tables() -> Iterator[str]:
         "|---|---|---|",
     )
     for name, make in RECIPES.items():
-        yield f"| `{name}` | {' '.join(make.__doc__.split())} | `{' '.join(recipe_flags(make()))}` |"
+        yield f"| `{name}` | {make.about} | `{' '.join(recipe_flags(make()))}` |"
     yield ""
 
 

@@ -36,7 +36,7 @@ from ..config.parallel import MatrixRanks
 from ..config.pipeline_layout import PipelineLayoutFields, with_stages
 from ..config.recipes import RECIPES
 from ..config.rows import HEAD_MULTIPLE
-from ..config.run_config import GROUP_OF, GROUPS, RunConfig, all_flags
+from ..config.run_config import GROUP_OF, GROUPS, RunConfig, all_flags, run_of
 from ..text.foreign_models import conversion, is_hugging_face
 from .otel_variables import with_otel_variables
 from .parser import Parser, add_field, nearest
@@ -191,20 +191,16 @@ class _FullRecompute(argparse.Action):
         namespace.recompute_granularity = "full"
 
 
-def _from_recipe(name: str | None) -> dict[str, FieldValues]:
+def _from_recipe(name: str | None) -> FieldValues:
     if name is None:
-        return {group: {} for group in GROUPS}
+        return {}
     if name.lower() not in RECIPES:
         known = ", ".join(RECIPES)
         raise ValueError(
             f"--recipe {name:.60} is unknown: pass one of {known}"
             + nearest(name, RECIPES, "", cutoff=0.3)
         )
-    run = RECIPES[name.lower()]()
-    return {
-        group: {f.name: getattr(getattr(run, group), f.name) for f in fields(config)}
-        for group, config in GROUPS.items()
-    }
+    return RECIPES[name.lower()]().values
 
 
 def make_run(recipe: str | None, values: FieldValues) -> RunConfig:
@@ -213,17 +209,12 @@ def make_run(recipe: str | None, values: FieldValues) -> RunConfig:
     Raises ValueError for values that the config refuses, and for missing required fields, all at
     once.
     """
-    groups = _from_recipe(recipe)
     values = _spelled_out(values)
-    assert values.keys() <= GROUP_OF.keys(), f"no such fields: {values.keys() - GROUP_OF.keys()}"
-    for each in all_flags():
-        for dropped in each.drops if each.name in values else ():
-            groups[GROUP_OF[dropped]].pop(dropped, None)
-    for name, value in values.items():
-        groups[GROUP_OF[name]][name] = value
-    missing = _missing(groups, {})
+    dropped = {name for each in all_flags() if each.name in values for name in each.drops}
+    kept = {name: value for name, value in _from_recipe(recipe).items() if name not in dropped}
+    missing = _missing(kept | values)
     check(not missing, f"{', '.join(missing)} must be passed{_source_of_flags(missing, values)}")
-    return RunConfig(**{group: config(**groups[group]) for group, config in GROUPS.items()})
+    return run_of(kept | values)
 
 
 def _source_of_flags(missing: Sequence[str], values: FieldValues) -> str:
@@ -247,12 +238,11 @@ def _source_of_flags(missing: Sequence[str], values: FieldValues) -> str:
     return f", or{own} a --recipe that sets them: {', '.join(RECIPES)}"
 
 
-def _missing(groups: Mapping[str, FieldValues], values: FieldValues) -> list[str]:
+def _missing(values: FieldValues) -> list[str]:
     return [
-        flag(f.name)
-        for group, config in GROUPS.items()
-        for f in fields(config)
-        if f.default is MISSING and f.name not in groups[group] and f.name not in values
+        flag(each.name)
+        for each in all_flags()
+        if each.default is MISSING and each.name not in values
     ]
 
 
@@ -311,7 +301,7 @@ def _mistakes(values: Mapping[str, Any], others: bool) -> Iterator[str]:
         return
     given = {name: value for name, value in _fields(values).items() if value is not None}
     try:
-        if not _missing(_from_recipe(recipe), _spelled_out(given)):
+        if not _missing(_from_recipe(recipe) | _spelled_out(given)):
             checked_run(recipe, given)
     except ValueError as error:
         yield str(error)

@@ -1,7 +1,6 @@
 """Trainer features that save time or memory, one row each.
 
-The planner tries the features, and the performance model counts their gain. Tests check that each
-row's flag and module exist.
+The planner tries the features, and the performance model counts their gain.
 """
 
 from __future__ import annotations
@@ -33,93 +32,72 @@ EXPERT_GROUPS = "expert_groups"
 class Feature:
     """A row in FEATURES.
 
-    place: module below the package
     field: config field that switches the feature; None: always on
     value: value, or tuple of values, that switches it on
     """
 
-    meaning: str
-    place: str
     field: str | None = None
     value: Any = True
 
 
 FEATURES: dict[str, Feature] = {
+    # Stages of equal cost, the logits counted.
     BALANCED_SPLIT: Feature(
-        meaning="stages of equal cost, the logits counted",
-        place="costs/stages.py",
         field="pipeline_split",
         value="balanced",
     ),
+    # Optimizer state sharded over data-parallel ranks.
     ZERO_1: Feature(
-        meaning="optimizer state sharded over data-parallel ranks",
-        place="optim/optimizer.py",
         field="zero_stage",
         value=1,
     ),
+    # Attention alone is computed again.
     SELECTIVE: Feature(
-        meaning="attention alone is computed again",
-        place="nn/blocks.py",
         field="recompute_granularity",
         value="selective",
     ),
+    # Some layers of a stage are computed again.
     BLOCK: Feature(
-        meaning="some layers of a stage are computed again",
-        place="nn/blocks.py",
         field="recompute_method",
         value="block",
     ),
+    # Each stage and chunk recomputes as few layers as fit into memory.
     RECOMPUTE_AUTO: Feature(
-        meaning="each stage and chunk recomputes as few layers as fit into memory",
-        place="costs/run_schedule.py",
         field="recompute_auto",
     ),
+    # Buckets of gradients are reduced, overlapped with the last backward.
     OVERLAP_GRAD_REDUCE: Feature(
-        meaning="buckets of gradients are reduced, overlapped with the last backward",
-        place="optim/buckets.py",
         field="overlap_grad_reduce",
     ),
+    # ZeRO's weights are gathered, overlapped with the next forward.
     OVERLAP_PARAM_GATHER: Feature(
-        meaning="ZeRO's weights are gathered, overlapped with the next forward",
-        place="optim/buckets.py",
         field="overlap_param_gather",
     ),
+    # Gradients are sent in BF16.
     GRAD_REDUCE_IN_BF16: Feature(
-        meaning="gradients are sent in BF16",
-        place="optim/buckets.py",
         field="grad_reduce_in_bf16",
     ),
-    NODE_SUMS: Feature(
-        meaning="groups inside a node all-reduce in shared memory, on all cores",
-        place="comm/node.py",
-    ),
-    TWO_LEVEL_SUMS: Feature(
-        meaning="groups over several nodes reduce and exchange inside each node, then between nodes",
-        place="comm/two_level.py",
-    ),
+    # Groups inside a node all-reduce in shared memory, on all cores.
+    NODE_SUMS: Feature(),
+    # Groups over several nodes reduce and exchange inside each node, then between nodes.
+    TWO_LEVEL_SUMS: Feature(),
+    # Norms, dropout and residuals on 1/TP of the sequence.
     SEQUENCE_PARALLEL: Feature(
-        meaning="norms, dropout and residuals on 1/TP of the sequence",
-        place="nn/layers.py",
         field="sequence_parallel",
     ),
+    # Tensor-parallel collectives, overlapped with matmuls.
     TP_COMM_OVERLAP: Feature(
-        meaning="tensor-parallel collectives, overlapped with matmuls",
-        place="nn/ops/overlapped.py",
         field="tp_comm_overlap",
     ),
-    EXPERT_GROUPS: Feature(
-        meaning="rows of experts are sent between nodes in groups, overlapped with matmuls of others",
-        place="nn/experts.py",
-    ),
+    # Rows of experts are sent between nodes in groups, overlapped with matmuls of others.
+    EXPERT_GROUPS: Feature(),
+    # Several chunks of layers on a stage.
     INTERLEAVED: Feature(
-        meaning="several chunks of layers on a stage",
-        place="pipeline/instruction_lists.py",
         field="pipeline_schedule",
         value=schedule_names.of_feature(INTERLEAVED),
     ),
+    # Weight gradients fill the pipeline's bubble.
     ZERO_BUBBLE: Feature(
-        meaning="weight gradients fill the pipeline's bubble",
-        place="pipeline/instruction_lists.py",
         field="pipeline_schedule",
         value=schedule_names.of_feature(ZERO_BUBBLE),
     ),

@@ -315,6 +315,14 @@ def all_flags() -> tuple[Declaration, ...]:
     return tuple(each for config in GROUPS.values() for each in declarations(config))
 
 
+def run_of(values: FieldValues) -> RunConfig:
+    """Return the run with these flags, by name. Raises ValueError for values that contradict each other."""
+    groups: dict[str, FieldValues] = {group: {} for group in GROUPS}
+    for name, value in values.items():
+        groups[GROUP_OF[name]][name] = value
+    return RunConfig(**{group: config(**groups[group]) for group, config in GROUPS.items()})
+
+
 def saved_run(manifest: FieldValues, sizes: tuple[int, int] | None = None) -> RunConfig:
     """Return a checkpoint's run for inference with single samples.
 

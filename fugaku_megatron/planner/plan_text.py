@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Sequence
-from dataclasses import MISSING, fields, replace
-from typing import Any
+from dataclasses import MISSING, replace
 
 from ..config import batches
 from ..config.fields import flag_words
 from ..config.layout import Layout
 from ..config.recipes import RECIPES
-from ..config.run_config import GROUPS, RunConfig, all_flags
+from ..config.run_config import RunConfig, all_flags
 from ..costs.run_schedule import recompute_name
 from ..costs.sizes import typical_cp_comm_type
 from ..observe.log import schedule_plot
@@ -153,22 +152,16 @@ def as_json(plan: LayoutCandidate, prediction: JsonObject, args: argparse.Namesp
     }
 
 
-def _base(recipe: str | None) -> dict[tuple[str, str], Any]:
-    """Return (group, field) -> the value without a flag."""
-    places = [(group, f) for group, config in GROUPS.items() for f in fields(config)]
-    if recipe:
-        run = RECIPES[recipe.lower()]()
-        return {(group, f.name): getattr(getattr(run, group), f.name) for group, f in places}
-    return {(group, f.name): None if f.default is MISSING else f.default for group, f in places}
-
-
 def train_flags(plan: LayoutCandidate, args: argparse.Namespace) -> list[str]:
     words = ["--recipe", args.recipe] if args.recipe else []
-    derived = [each.name for each in all_flags() if each.is_derived]
-    for (group, name), default in _base(args.recipe).items():
-        value = getattr(getattr(plan.run, group), name)
-        if value not in (default, None) and (default is not None or name not in derived):
-            words += flag_words(name, value)
+    recipe = RECIPES[args.recipe.lower()]().values if args.recipe else {}
+    for each in all_flags():
+        value = plan.run.values[each.name]
+        default = None if each.default is MISSING else each.default
+        default = recipe.get(each.name, default)
+        derived = default is None and each.is_derived
+        if value != default and value is not None and not derived:
+            words += flag_words(each.name, value)
     return words
 
 

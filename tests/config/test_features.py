@@ -1,7 +1,6 @@
 """Features: one table names what the trainer has, nothing else is modelled, and overlap hides no more than computation allows."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ from fugaku_megatron.config.features import FEATURES
 from fugaku_megatron.config.fields import flag
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.megatron_flags import OTHER_FLAGS
-from fugaku_megatron.config.recipes import gpt_30b, gpt_124m
+from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.config.run_config import GROUP_OF, ParallelConfig
 from fugaku_megatron.costs.records import Collective
 from fugaku_megatron.planner import cost, model, plan, search, software
@@ -20,7 +19,6 @@ from fugaku_megatron.planner.system import System
 
 pytestmark = pytest.mark.unit
 
-PACKAGE = Path(features.__file__).resolve().parents[1]
 RUN = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --micro-batch-size 1".split()
 
 
@@ -28,7 +26,7 @@ def ours(nodes: int, ranks_per_node: int | None = 1) -> System:
     return System.from_names("a64fx", "fugaku_megatron", nodes, ranks_per_node)
 
 
-def test_a_feature_has_its_flag_and_its_file_and_is_modelled():
+def test_a_feature_has_its_flag_and_is_modelled():
     """Only this project's trainer has features."""
     for name, feature in FEATURES.items():
         assert feature.field is None or feature.field in GROUP_OF, (
@@ -37,7 +35,6 @@ def test_a_feature_has_its_flag_and_its_file_and_is_modelled():
         assert feature.field is None or flag(feature.field) not in OTHER_FLAGS, (
             f"{name}: its flag is said to do nothing"
         )
-        assert (PACKAGE / feature.place).is_file(), f"{name}: {feature.place} is not there"
     for name in software.names():
         code = software.load(name)
         assert code.choices.names == (
@@ -97,7 +94,7 @@ def test_what_overlap_leaves_exposed(collectives, forward, backward, active, sec
 
 def test_the_pessimistic_network_slows_large_sums_only():
     system = ours(64)
-    run = gpt_124m()
+    run = RECIPES["124m"]()
     layout = Layout(64, 1, 1, 64)
     fast, slow = (
         model.step(run, layout, system, system.parameters, slow=slow) for slow in (False, True)
@@ -125,7 +122,7 @@ def test_the_table_has_every_feature(capsys, flag):
 
 
 def test_without_a_feature_the_best_plan_is_not_faster():
-    run = gpt_30b()
+    run = RECIPES["30b"]()
     system = ours(384, None)
     held = frozenset(
         {
@@ -151,7 +148,7 @@ def test_without_a_feature_the_best_plan_is_not_faster():
 
 def test_a_flag_that_the_software_does_nothing_with_changes_no_time_and_is_said():
     run = replace(
-        gpt_30b(),
+        RECIPES["30b"](),
         parallel=ParallelConfig(tensor_model_parallel_size=4, pipeline_model_parallel_size=48),
     )
     system = System.from_names("a64fx", "torch1.10", 192)
@@ -164,7 +161,7 @@ def test_a_flag_that_the_software_does_nothing_with_changes_no_time_and_is_said(
 def test_overlapped_exchanges_wait_for_their_first_block_at_least():
     """30B at TP 4 between nodes: all but what cannot hide is hidden, and a network that is too slow is waited for."""
     run = replace(
-        gpt_30b(),
+        RECIPES["30b"](),
         parallel=ParallelConfig(
             tensor_model_parallel_size=4, pipeline_model_parallel_size=6, sequence_parallel=True
         ),

@@ -8,7 +8,7 @@ import pytest
 from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.config import features
 from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.config.recipes import gpt_124m
+from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.config.run_config import ParallelConfig, RunConfig
 from fugaku_megatron.config.training import TrainingConfig
 from fugaku_megatron.costs.flops import hardware_flops, model_flops
@@ -256,7 +256,7 @@ def pieces_flops(pieces) -> int:
 @pytest.mark.parametrize("tp, pp, schedule", [(1, 1, None), (4, 3, None), (1, 3, "zbv")])
 def test_matmuls_are_the_flops_of_costs(recompute, tp, pp, schedule):
     run = replace(
-        gpt_124m(),
+        RECIPES["124m"](),
         training=TrainingConfig(recompute_granularity=recompute),
         parallel=ParallelConfig(
             tensor_model_parallel_size=tp,
@@ -293,7 +293,7 @@ DELTA_NETS = {
 )
 def test_layers_of_each_kind_count_their_own_matmuls(changes, recompute):
     """Stages with other kinds of layers have other times."""
-    plain = gpt_124m()
+    plain = RECIPES["124m"]()
     run = replace(
         plain,
         model=replace(plain.model, disable_bias_linear=True, **changes),

@@ -10,7 +10,7 @@ import pytest
 from fugaku_megatron.cli import program
 from fugaku_megatron.config import features
 from fugaku_megatron.config.layout import Layout
-from fugaku_megatron.config.recipes import gpt_13b, gpt_30b, gpt_124m
+from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.config.run_config import ParallelConfig
 from fugaku_megatron.config.training import TrainingConfig
 from fugaku_megatron.pipeline.timeline import walk
@@ -24,11 +24,11 @@ pytestmark = pytest.mark.unit
 
 AC = TrainingConfig(recompute_granularity="full")
 RUN_30B = replace(
-    gpt_30b(),
+    RECIPES["30b"](),
     training=AC,
     parallel=ParallelConfig(tensor_model_parallel_size=4, pipeline_model_parallel_size=48),
 )
-RUN_124M = replace(gpt_124m(), training=AC)
+RUN_124M = replace(RECIPES["124m"](), training=AC)
 
 
 def test_the_breakdown_adds_up():
@@ -51,7 +51,7 @@ def test_what_must_be_faster_is():
     assert seconds("torch1.10", ghz=2.2) == pytest.approx(
         seconds("torch1.10", ghz=2.0) / 1.10, rel=1e-3
     )
-    assert seconds("torch1.10", run=gpt_124m()) < seconds("torch1.10")
+    assert seconds("torch1.10", run=RECIPES["124m"]()) < seconds("torch1.10")
     assert 2 * seconds("torch1.10", nodes=2) / seconds("torch1.10") > 1.15
     assert 2 * seconds("torch1.10+tcmalloc", nodes=2) / seconds("torch1.10+tcmalloc") < 1.02
     system = System.from_names("a64fx", "torch1.10", 192)
@@ -97,7 +97,7 @@ def test_what_is_outside_the_fit_or_impossible_is_said():
 SYSTEM = System.from_names("a64fx", "fugaku_megatron", 13824, 1)
 LAYOUT = Layout(13824, 6, 8, 288)
 RUN = replace(
-    gpt_13b(),
+    RECIPES["13b"](),
     parallel=ParallelConfig(
         tensor_model_parallel_size=6, pipeline_model_parallel_size=8, zero_stage=1
     ),
