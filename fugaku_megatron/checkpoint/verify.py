@@ -12,15 +12,13 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..text.numbers import plural
+from ..text.progress_line import ProgressLine
 from .manifest import (
     MANIFEST,
     iteration_name,
@@ -53,30 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=min(THREADS, os.cpu_count() or 1),
         help="number of files that are read at the same time (default: %(default)s)",
     )
-
-
-@dataclass
-class VerifyProgress:
-    """Progress line on stderr. Not thread-safe."""
-
-    total: int
-    done: int = 0
-    printed: float = field(default_factory=time.monotonic)
-
-    def add(self, count: int) -> None:
-        """Count checked bytes and, at intervals, print progress to stderr."""
-        self.done += count
-        terminal = sys.stderr.isatty()
-        if time.monotonic() - self.printed < (TERMINAL_INTERVAL if terminal else INTERVAL):
-            return
-        self.printed = time.monotonic()
-        line = f"checked {self.done / GIB:.1f} of {self.total / GIB:.1f} GiB"
-        print(
-            f"\r{line} " if terminal else line,
-            end="" if terminal else "\n",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -135,15 +109,18 @@ def check_iteration(directory: Path, iteration: int, threads: int) -> tuple[list
         return [str(error)], f"{path}: not checked further"
     problems: list[str] = []
     files = dict(_files(path, head, problems))
-    progress = VerifyProgress(sum(entry["size"] for entry in files.values()))
+    progress = ProgressLine(INTERVAL, TERMINAL_INTERVAL)
+    total = sum(entry["size"] for entry in files.values()) / GIB
+    checked = 0.0
     with ThreadPoolExecutor(threads) as pool:
         checks = pool.map(lambda name: check_file(path / name, files[name]), files)
         for entry, lines in zip(files.values(), checks, strict=True):
             problems += lines
-            progress.add(entry["size"])
+            checked += entry["size"] / GIB
+            progress(f"checked {checked:.1f} of {total:.1f} GiB")
     problems += _gaps(path, files)
     result = plural(len(problems), "problem") if problems else "whole"
-    return problems, f"{path}: {len(files)} files, {progress.total / GIB:.3f} GiB: {result}"
+    return problems, f"{path}: {len(files)} files, {total:.3f} GiB: {result}"
 
 
 def _files(path: Path, head: Manifest, problems: list[str]) -> Iterator[tuple[str, Entry]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from ..comm.autograd import gather_from_tensor_parallel
 from ..config.fields import check
 from ..data.indexed import StoredTokens
 from ..nn.forward_context import PackedDocuments, Pass
-from ..text.numbers import say
+from ..text.progress_line import ProgressLine
 from ..tokenizers.tokenizer import Tokenizer
 from .loading import LoadedModel, through_stages
 
@@ -35,22 +34,6 @@ class Request(NamedTuple):
     places: np.ndarray | None = None
 
 
-class ScoringProgress:
-    """Progress line on stderr, every `PROGRESS_SECONDS`. noun: None for no line"""
-
-    def __init__(self, total: int, noun: str | None) -> None:
-        self._total = total
-        self._noun = noun
-        self._began = self._last = time.monotonic()
-
-    def __call__(self, done: int) -> None:
-        now = time.monotonic()
-        if self._noun and now - self._last >= PROGRESS_SECONDS:
-            self._last = now
-            left = (now - self._began) / done * (self._total - done)
-            say(f"{done} of {self._total} {self._noun}, {left:.0f} s left")
-
-
 def score(
     loaded: LoadedModel,
     requests: Sequence[Request],
@@ -68,14 +51,18 @@ def score(
     dp = loaded.groups.dp
     saves = loaded.groups.tp.rank == 0
     scores = torch.zeros(len(requests), 2, dtype=torch.float64)
-    progress = ScoringProgress(len(requests), noun if loaded.groups.world.rank == 0 else None)
+    progress = ProgressLine(PROGRESS_SECONDS)
+    total = len(requests)
     done = 0
     for numbers in list(_batches(requests, batch))[dp.rank :: dp.size]:
         found = _score_batch(loaded, [requests[number] for number in numbers])
         if found is not None and saves:
             scores[numbers] = found
         done += len(numbers)
-        progress(min(done * dp.size, len(requests)))
+        if noun and loaded.groups.world.rank == 0:
+            scored = min(done * dp.size, total)
+            left = progress.seconds / scored * (total - scored)
+            progress(f"{scored} of {total} {noun}, {left:.0f} s left")
     return loaded.groups.world.all_reduce(scores)
 
 

@@ -6,12 +6,13 @@ import contextlib
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from ..comm.agreement import on_root
@@ -19,14 +20,26 @@ from ..comm.base import Comm, SoloComm
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..costs.plan import Plan
-from ..data.dataset import Dataset
+from ..data.dataset import Dataset, MockDataset
+from ..data.marks import COUNTED, FIRST, PADDED
+from ..optim.bucket_shard import BucketShard
 from ..optim.muon import Muon
 from ..training.trainer import Trainer
 from .compare import Comparison, Difference, Tolerance
-from .paths import can_lack_paths, lacking_paths
 from .points import CHECKPOINT, LOADED, Point
-from .recorder import LOADING, Piece, Recorder, assembled, pieces_of, scalar, state_of
-from .samples import samples_of
+from .recorder import (
+    LOADING,
+    Piece,
+    Recorder,
+    assembled,
+    check_against,
+    check_record,
+    pieces_of,
+    read_record,
+    scalar,
+    state_of,
+    write_record,
+)
 from .shrink import (
     ITERATIONS,
     SAVED,
@@ -38,14 +51,94 @@ from .shrink import (
     small_runs,
     with_other_kernels,
 )
-from .tensor_record import check_against, check_record, read_record, write_record
 
+DOCUMENT = 8  # mean tokens of a document
+UNCOUNTED = 0.3  # share of labels that the loss leaves out
 TRIES = 64  # small runs of which one with every path is sought
 COLUMNS = f"  {'tensors':<30} {'number':>7}  {'error':>8}  {'allowed':>8}  largest error"
 
 
 # Build an unobserved trainer on a plan's ranks, with training and validation samples. Collective.
 Build = Callable[[Plan, Comm, tuple[Dataset, Dataset]], Trainer]
+
+
+@dataclass(frozen=True)
+class MarkedSamples:
+    """Random tokens in random documents, int64 (2, s + 1).
+
+    masks_loss: some labels do not count
+    pads: the last tokens are padding, as in a sample of chats
+    """
+
+    tokens: MockDataset
+    masks_loss: bool
+    pads: bool
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        tokens = self.tokens[index]
+        rng = np.random.default_rng([self.tokens.seed, index])
+        marks = np.full_like(tokens, COUNTED)
+        if self.masks_loss:
+            marks[rng.random(len(marks)) < UNCOUNTED] = 0
+        marks[rng.random(len(marks)) < 1 / DOCUMENT] |= FIRST
+        if self.pads:
+            marks[-1 - len(marks) // DOCUMENT :] = PADDED
+        return np.stack([tokens, marks])
+
+
+def samples_of(run: RunConfig, count: int) -> Dataset:
+    model = run.model
+    assert model.vocab_size is not None, "shrink sets it"
+    tokens = MockDataset(model.vocab_size, model.seq_length, count, run.training.seed)
+    if not run.data.marked:
+        return tokens
+    data = run.data
+    return MarkedSamples(tokens, data.sft or data.eod_mask_loss, data.sft)
+
+
+class OptimizerPath(NamedTuple):
+    """A path of the optimizer. runs: True on a rank whose shards execute it"""
+
+    name: str
+    needed: Callable[[RunConfig], bool]
+    runs: Callable[[Sequence[BucketShard]], bool]
+
+
+PATHS = (
+    OptimizerPath(
+        "updates of matrices by Muon",
+        lambda run: run.optimizer.muon,
+        lambda shards: any(shard.orthogonal for shard in shards),
+    ),
+    OptimizerPath(
+        "scales of 8-bit moments that ZeRO-1 shards share",
+        lambda run: run.optimizer.exp_avg_dtype == "int8",
+        lambda shards: any(shard.shared_blocks() for shard in shards),
+    ),
+)
+
+
+def can_lack_paths(run: RunConfig) -> bool:
+    return bool(run.parallel.zero_stage) and any(path.needed(run) for path in PATHS)
+
+
+def lacking_paths(trainer: Trainer, world: Comm) -> list[str]:
+    """Return each path that ranks with data-parallel peers lack, with these ranks. Collective."""
+    shards = trainer.optimizer.shards
+    peers = trainer.groups.dp.size > 1
+    own = [
+        path.name for path in PATHS if peers and path.needed(trainer.run) and not path.runs(shards)
+    ]
+    everyone = world.all_gather_object(own)
+    lacking = []
+    for path in PATHS:
+        ranks = [str(rank) for rank, names in enumerate(everyone) if path.name in names]
+        if ranks:
+            lacking.append(f"{path.name}, on rank {' '.join(ranks)}")
+    return lacking
 
 
 class Files(NamedTuple):

@@ -1,21 +1,24 @@
-"""Record of a rank's tensors during its iterations, each with its place in the whole tensor.
+"""Record of a rank's tensors during its iterations, each with its place in the whole tensor, and files of whole tensors.
 
 Hooks on the stage's modules copy outputs and their gradients; weights and their gradients are cut into boxes as a checkpoint's are.
-Shapes: as in `nn`, w width.
+A file has the FP32 tensors of one number format, named by `Point.key`. Shapes: as in `nn`, w width.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..checkpoint.shards import Shard
+from ..checkpoint.tensor_files import PlainFile, read_header, write_tensors
+from ..config.fields import check
 from ..config.optimizer import MOMENTS
 from ..nn.attention.context_parallel import own_segments, positions
 from ..nn.forward_context import Pass
@@ -23,6 +26,7 @@ from ..nn.layers import Context
 from ..nn.model import WORD_EMBEDDINGS, Chunk
 from ..nn.parameter import ModelParameter, parameters_of, scales_of
 from ..optim.flat import FlatParameter
+from ..text.written_files import make_folder
 from ..training.trainer import IterationResult, Trainer
 from .points import (
     ATTENTION,
@@ -34,6 +38,7 @@ from .points import (
     GATHERED,
     INPUT_NORM,
     INPUT_PROJECTIONS,
+    KINDS,
     LAYER,
     LOCAL,
     LOSS,
@@ -56,6 +61,7 @@ from .shrink import ITERATIONS, OVERFLOWS
 
 Index = tuple[slice | Tensor, ...]
 Between = tuple[str | None, str | None]  # communication before a tensor, and before its gradient
+FORMATS = ("fp32", "int8_moments", "bf16", "fp16", "int8")
 LOADING = "loading of the checkpoint, and broadcasts to the ranks that share tensors"
 
 
@@ -377,3 +383,63 @@ def assembled(pieces: Iterable[Piece]) -> dict[Point, Tensor]:
             target = whole.setdefault(piece.point, torch.zeros(piece.shape))
             target[piece.index] = piece.values
     return whole
+
+
+def file_of(directory: Path, number_format: str) -> Path:
+    return directory / f"{number_format}.safetensors"
+
+
+def check_record(directory: Path) -> None:
+    """Make the directory of --record. Raise ValueError if it has a record, or cannot be made."""
+    found = [each for each in FORMATS if file_of(directory, each).exists()]
+    check(
+        not found,
+        f"--record {directory} holds {''.join(found[:1])}.safetensors: pass another directory",
+    )
+    try:
+        make_folder(directory)
+    except OSError as error:
+        raise ValueError(
+            f"--record {directory}: {error.strerror}: pass another directory"
+        ) from None
+
+
+def check_against(directory: Path) -> None:
+    """Raise ValueError if the directory of --against has no record."""
+    check(
+        any(file_of(directory, each).is_file() for each in FORMATS),
+        f"--against {directory} holds no record: pass the directory of an earlier --check-layout --record",
+    )
+
+
+def write_record(directory: Path, number_format: str, tensors: Mapping[Point, Tensor]) -> None:
+    """Write the tensors of one number format. Raise ValueError if that fails."""
+    named = {point.key: tensor.contiguous() for point, tensor in tensors.items()}
+    write_tensors(file_of(directory, number_format), named)
+
+
+def read_record(directory: Path, number_format: str) -> dict[Point, Tensor] | None:
+    """Return the tensors of one number format in FP32, or None if the record has none.
+
+    Raise ValueError for a file that is damaged or has other names.
+    """
+    path = file_of(directory, number_format)
+    if not path.is_file():
+        return None
+    content = PlainFile(path, path.stat().st_size)
+    return {
+        _point(path, key): content.read_tensor(stored).float()
+        for key, stored in read_header(content).items()
+    }
+
+
+def _point(path: Path, key: str) -> Point:
+    try:
+        point = Point.of(key)
+    except ValueError:
+        point = Point(0, "", "")
+    check(
+        point.kind in KINDS,
+        f"{path}: {key:.80} is not ITERATION/KIND/NAME/SAMPLE with a kind of {', '.join(KINDS)}",
+    )
+    return point

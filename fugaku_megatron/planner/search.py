@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import itertools
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from ..costs import run_schedule
 from ..costs.memory import stage_memory
 from ..pipeline.schedule_names import AUTO, ONE_F_ONE_B, row
 from ..pipeline.zero_bubble import NoList
-from ..text.numbers import say
+from ..text.progress_line import ProgressLine
 from . import peak_memory
 from .model import Prediction, predict, step
 from .software import Choices, with_schedule
@@ -184,23 +183,9 @@ class LayoutCandidate:
 PERIOD = 5.0  # seconds between two lines; a shorter search prints none
 
 
-class SearchProgress:
-    """Progress line on standard error, at most every `PERIOD` seconds."""
-
-    def __init__(self) -> None:
-        self._begin = time.monotonic()
-        self._said = self._begin
-        self.best = float("inf")  # seconds per iteration
-
-    def __call__(self, done: int, total: int, what: str) -> None:
-        now = time.monotonic()
-        if now - self._said < PERIOD:
-            return
-        self._said = now
-        fastest = (
-            f", the fastest {self.best:.4g} s an iteration" if self.best < float("inf") else ""
-        )
-        say(f"search: {done} of {total} {what} after {now - self._begin:.0f} s{fastest} (model)")
+def _show(progress: ProgressLine, done: int, total: int, what: str, best: float) -> None:
+    fastest = f", the fastest {best:.4g} s an iteration" if best < math.inf else ""
+    progress(f"search: {done} of {total} {what} after {progress.seconds:.0f} s{fastest} (model)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +208,8 @@ def search(
     held: config fields that keep the run's value
     refuse: returns the reason against a layout, or None
     """
-    progress = SearchProgress()
+    progress = ProgressLine(PERIOD)
+    best = math.inf  # seconds per iteration
     run = system.software.cut(run)
     plans = list[LayoutCandidate]()
     dropped = Counter[str]()
@@ -236,13 +222,13 @@ def search(
         else:
             possible.append(candidate)
     for number, (layout, on) in enumerate(possible):
-        progress(number, len(possible), "layouts with 1F1B")
+        _show(progress, number, total=len(possible), what="layouts with 1F1B", best=best)
         outcome = _judge(layout, on)
         if isinstance(outcome, str):
             dropped[outcome] += 1
         else:
             plans.append(outcome)
-            progress.best = min(progress.best, outcome.seconds)
+            best = min(best, outcome.seconds)
     asked = _asked(run, held)
     kept = plans if asked is None or row(asked).is_1f1b else []
     found = [*kept, *_rescheduled(plans, kept, run, held, progress)]
@@ -286,7 +272,7 @@ def _rescheduled(
     kept: Sequence[LayoutCandidate],
     run: RunConfig,
     held: Held,
-    progress: SearchProgress,
+    progress: ProgressLine,
 ) -> list[LayoutCandidate]:
     """Return the plans in schedules other than 1F1B.
 
@@ -303,14 +289,20 @@ def _rescheduled(
         if len(best) == WANTED and plan.least_seconds >= best[-1]:
             break
         for order in _orders(run, plan, held):
-            progress(number, len(tried), "layouts with the other schedules")
+            fastest = best[0] if best else math.inf
+            _show(
+                progress,
+                number,
+                total=len(tried),
+                what="layouts with the other schedules",
+                best=fastest,
+            )
             if plan.layout.pp * order.chunks > plan.run.model.num_layers:
                 continue
             outcome = _judge(with_schedule(plan.asked, *order), plan.system)
             if isinstance(outcome, LayoutCandidate):
                 found.append(outcome)
                 best = sorted([*best, outcome.seconds])[:WANTED]
-                progress.best = best[0]
     return found
 
 

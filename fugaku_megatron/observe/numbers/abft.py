@@ -88,14 +88,38 @@ def tolerances(
     return total
 
 
-def _compare(left: Tensor, right: Right, result: Tensor, checksums: Tensor) -> Difference | None:
-    """Compare row sums of result (m, n) with checksums (m,). left: (m, k)."""
+def compare(
+    left: Tensor,
+    right: Tensor,
+    result: Tensor,
+    bias: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> Difference | None:
+    """Return the worst wrong row of result (m, n) = left (m, k) right^T + bias (n,).
+
+    right: (n, k), or (groups, n, k) with counts
+    counts: (groups,), consecutive rows of each group
+    """
+    if not len(left):
+        return None
+    left = left.float()
+    right = right.float()
+    total = right.sum(-2)  # (k,) or (groups, k)
+    norms = Right(_norm(right.flatten(-2)), _norm(total))
+    if counts is None:
+        checksums = left @ total
+    else:
+        group = _group_of_rows(counts)
+        norms = Right(norms.norm[group], norms.sum_norm[group])
+        checksums = (left * total[group]).sum(1)
+    if bias is not None:
+        checksums = checksums + bias.float().sum()
     sums = result.sum(1, dtype=torch.float32)
     tolerance = tolerances(
         left.shape[1],
-        _norm(left, 1),
-        right,
-        stored=_norm(result, 1),
+        _norm(left),
+        norms,
+        stored=_norm(result),
         sums=sums,
         columns=result.shape[1],
         rounding=torch.finfo(result.dtype).eps / 2,
@@ -103,43 +127,13 @@ def _compare(left: Tensor, right: Right, result: Tensor, checksums: Tensor) -> D
     return check_rows(sums, checksums, tolerance)
 
 
-def compare(
-    left: Tensor, right: Tensor, result: Tensor, bias: Tensor | None = None
-) -> Difference | None:
-    """Return the worst wrong row of result (m, n) = left (m, k) right^T + bias (n,), right (n, k)."""
-    left = left.float()
-    right = right.float()
-    total = right.sum(0)
-    checksums = left @ total
-    if bias is not None:
-        checksums = checksums + bias.float().sum()
-    return _compare(left, Right(_norm(right), _norm(total)), result, checksums)
-
-
-def compare_grouped(
-    left: Tensor, right: Tensor, counts: Tensor, result: Tensor
-) -> Difference | None:
-    """Return the worst wrong row of result (m, n), left (m, k) times each row's transposed matrix.
-
-    right: (groups, n, k)
-    counts: (groups,), consecutive rows
-    """
-    if not len(left):
-        return None
-    group = _group_of_rows(counts)
-    left = left.float()
-    right = right.float()
-    totals = right.sum(1)  # (groups, k)
-    norms = Right(_norm(right.flatten(1), 1)[group], _norm(totals, 1)[group])
-    return _compare(left, norms, result, (left * totals[group]).sum(1))
-
-
 def _group_of_rows(counts: Tensor) -> Tensor:
     return torch.arange(len(counts)).repeat_interleave(counts)
 
 
-def _norm(x: Tensor, dim: int | None = None) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(x, dim=dim, dtype=torch.float32)
+def _norm(x: Tensor) -> Tensor:
+    """Return the norms of the last dimension."""
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
     return norm
 
 
@@ -212,73 +206,63 @@ def _data_gradient(
 def _grouped_forward(
     call: Call, x: Tensor, weight: Tensor, counts: Tensor, out: Tensor, *_: Any
 ) -> Finding | None:
-    return _recheck(RESULT, call, lambda: compare_grouped(x, weight, counts, out))
+    return _recheck(RESULT, call, lambda: compare(x, weight, out, counts=counts))
 
 
 def _grouped_data_gradient(
     call: Call, dy: Tensor, weight: Tensor, counts: Tensor, dx: Tensor, *_: Any
 ) -> Finding | None:
     matrices = weight.transpose(1, 2)
-    return _recheck(INPUT, call, lambda: compare_grouped(dy, matrices, counts, dx))
+    return _recheck(INPUT, call, lambda: compare(dy, matrices, dx, counts=counts))
 
 
-def _accumulated(found: object) -> Finding:
-    return Finding(GRADIENT, f"{found}; it is part of the gradient now", stays=True)
-
-
-def _weight_gradient(call: Call, dy: Tensor, x: Tensor, grad: Tensor, *_: Any) -> Finding | None:
-    before = grad.sum(1)
-    stored = _norm(grad, 1)
-    call()
-    after = grad.sum(1)
-    dy = dy.float()
-    total = x.float().sum(1)
-    tolerance = tolerances(
-        len(x),
-        dy.square().sum(0).sqrt(),
-        Right(_norm(x), _norm(total)),
-        stored=stored + _norm(grad, 1),
-        sums=before.abs() + after.abs(),
-        columns=grad.shape[1],
-        rounding=UNIT,
-    )
-    found = check_rows(after - before, total @ dy, tolerance)
-    return _accumulated(found) if found else None
-
-
-def _grouped_weight_gradient(
-    call: Call, dy: Tensor, x: Tensor, counts: Tensor, grad: Tensor, *_: Any
+def _weight_gradient(
+    call: Call, dy: Tensor, x: Tensor, grad: Tensor, counts: Tensor | None = None
 ) -> Finding | None:
-    before = grad.sum(2)  # (groups, out)
-    stored = _norm(grad, 2)
+    """Check the rows that a call adds to grad (n, k), or (groups, n, k) with the rows of each group."""
+    before = grad.sum(-1)
+    stored = _norm(grad)
     call()
-    after = grad.sum(2)
+    after = grad.sum(-1)
+    stored += _norm(grad)
     dy = dy.float()
     x = x.float()
-    group = _group_of_rows(counts)
-
-    def by_group(rows: Tensor) -> Tensor:
-        return rows.new_zeros(len(counts), *rows.shape[1:]).index_add_(0, group, rows)
-
     total = x.sum(1)
-    rows = grad.shape[1]  # of a group's gradient
-    norm = by_group(x.square().sum(1)).sqrt().repeat_interleave(rows)
-    sum_norm = by_group(total.square()).sqrt().repeat_interleave(rows)
+    rows = grad.shape[-2]  # of a group
+    if counts is None:
+        terms: int | Tensor = len(x)
+        norm = dy.square().sum(0).sqrt()
+        right = Right(_norm(x.flatten()), _norm(total))
+        checksums = total @ dy
+    else:
+        by_group = partial(_sum_groups, counts)
+        terms = counts.float().repeat_interleave(rows)
+        norm = by_group(dy.square()).sqrt().flatten()
+        squares = (x.square().sum(1), total.square())
+        right = Right(*(by_group(each).sqrt().repeat_interleave(rows) for each in squares))
+        checksums = by_group(dy * total[:, None]).flatten()
     tolerance = tolerances(
-        counts.float().repeat_interleave(rows),
-        by_group(dy.square()).sqrt().flatten(),
-        Right(norm, sum_norm),
-        stored=(stored + _norm(grad, 2)).flatten(),
+        terms,
+        norm,
+        right,
+        stored=stored.flatten(),
         sums=(before.abs() + after.abs()).flatten(),
-        columns=grad.shape[2],
+        columns=grad.shape[-1],
         rounding=UNIT,
     )
-    checksums = by_group(dy * total[:, None])
-    found = check_rows((after - before).flatten(), checksums.flatten(), tolerance)
+    found = check_rows((after - before).flatten(), checksums, tolerance)
     if found is None:
         return None
-    expert, row = divmod(found.row, rows)
-    return _accumulated(f"expert {expert} of this rank, {replace(found, row=row)}")
+    text = str(found)
+    if counts is not None:
+        expert, row = divmod(found.row, rows)
+        text = f"expert {expert} of this rank, {replace(found, row=row)}"
+    return Finding(GRADIENT, f"{text}; it is part of the gradient now", stays=True)
+
+
+def _sum_groups(counts: Tensor, rows: Tensor) -> Tensor:
+    sums = rows.new_zeros(len(counts), *rows.shape[1:])
+    return sums.index_add_(0, _group_of_rows(counts), rows)
 
 
 class Matmul(NamedTuple):
@@ -294,10 +278,14 @@ class Matmul(NamedTuple):
 KERNELS = {
     "linear_forward": Matmul(1, _forward),
     "linear_data_gradient": Matmul(1, _data_gradient),
-    "linear_weight_gradient": Matmul(2, _weight_gradient),
+    "linear_weight_gradient": Matmul(
+        2, lambda call, dy, x, grad, *_: _weight_gradient(call, dy, x, grad)
+    ),
     "grouped_linear_forward": Matmul(1, _grouped_forward),
     "grouped_linear_data_gradient": Matmul(1, _grouped_data_gradient),
-    "grouped_linear_weight_gradient": Matmul(3, _grouped_weight_gradient),
+    "grouped_linear_weight_gradient": Matmul(
+        3, lambda call, dy, x, counts, grad, *_: _weight_gradient(call, dy, x, grad, counts)
+    ),
 }
 
 
