@@ -22,7 +22,7 @@ from ..config.run_config import RunConfig
 from ..costs.plan import Plan
 from ..data.dataset import Dataset, MockDataset
 from ..data.marks import COUNTED, FIRST, PADDED
-from ..optim.bucket_shard import BucketShard
+from ..optim.buckets import BucketShard
 from ..optim.muon import Muon
 from ..training.trainer import Trainer
 from .compare import Comparison, Difference, Tolerance
