@@ -340,10 +340,10 @@ def sft_baseline(run: RunConfig, load_in: str | None, compiled: bool) -> sft.SFT
 
 def _our_side(run: RunConfig) -> tuple[Train, dict[str, Any]]:
     from fugaku_megatron.costs.plan import Plan
-    from fugaku_megatron.run import start
+    from fugaku_megatron.run.assemble import configure_process
 
     world = SoloComm()
-    machine = start.configure_process(Plan(run, Layout.from_run(run, world.size)), world)
+    machine = configure_process(Plan.of(run, world.size), world)
     trainer = shapes.trainer_of(run, world, Grid(1).groups(world))
     return in_turn(lambda: trainer.train_step().loss), {
         "kernels": trainer.ops.choice,

@@ -510,12 +510,12 @@ def place(world: MPIComm, computing: int, communicating: int) -> None:
 def main(world: MPIComm) -> None:
     """Answer the rounds, on rank 0, after one that is not measured. The order: see `order`."""
     from fugaku_megatron.costs.plan import Plan
-    from fugaku_megatron.run import start
+    from fugaku_megatron.run.assemble import configure_process
 
     order, answer = child.order()
     names = list(order["jobs"])
     first = shapes.run_from_json(None, order["jobs"][names[0]])
-    start.configure_process(Plan(first, Layout.from_run(first, world.size)), world)
+    configure_process(Plan.of(first, world.size), world)
     place(world, *order["cores"][world.rank])
     phases = Phases()
     silence = Silence()
