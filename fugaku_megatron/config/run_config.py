@@ -317,6 +317,7 @@ def all_flags() -> tuple[Declaration, ...]:
 
 def run_of(values: FieldValues) -> RunConfig:
     """Return the run with these flags, by name. Raises ValueError for values that contradict each other."""
+    assert values.keys() <= GROUP_OF.keys(), f"no such fields: {values.keys() - GROUP_OF.keys()}"
     groups: dict[str, FieldValues] = {group: {} for group in GROUPS}
     for name, value in values.items():
         groups[GROUP_OF[name]][name] = value
