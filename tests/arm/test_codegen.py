@@ -6,18 +6,14 @@ import re
 import shutil
 import subprocess
 import sys
-from itertools import repeat
 
 import pytest
 
 from tests.arm import builds
 from tools import amx_loops, arm_vector_loops, codegen
 from tools.asm_loops import (
-    around_loop,
     faults,
     innermost_loops,
-    outside_loops,
-    shortest_gap,
     slow_instructions,
 )
 
@@ -60,34 +56,6 @@ def only_loop(body, **names):
     return loop
 
 
-def test_the_inner_loop_is_found_with_its_source_file():
-    loop = only_loop(LOADS + CLEAN)
-    assert (loop.label, loop.file) == (".L3", "gemm_micro.h")
-    assert (len(loop.multiply_adds), len(loop.body)) == (24, 29)
-    assert faults(loop) == []
-    assert shortest_gap(loop) == ACCUMULATORS - 1
-    text = function(LOADS + CLEAN)
-    outside = [i.text for i in outside_loops(text, loop.function).body]
-    assert outside == ["mov x3, 0", "str z0, [x4]"]
-    renamed = text.replace(
-        '"kernels_sve" "gemm_micro.h" md5 0x0', '"/src/kernels_sve/gemm_micro.h"'
-    )
-    assert innermost_loops(renamed)[0].file == "gemm_micro.h"
-
-
-def test_what_runs_between_two_runs_of_a_loop_is_found_wherever_it_lies():
-    """Neither the code around it nor a return."""
-    text = function(LOADS + CLEAN)
-    for line, longer in {
-        "mov x3, 0": "mov x3, 0\n\tb .L2\n.L9:\n\tprfm PLDL2KEEP, [x7]\n\tb .L3",
-        "str z0, [x4]": "str z0, [x4]\n\tcbz x8, .L9\n\tcbz x9, .L8",
-        "\tret": ".L8:\n\tadd x1, x1, 8\n\tret",
-    }.items():
-        text = text.replace(line, longer)
-    around = [i.text for i in around_loop(text, only_loop(LOADS + CLEAN)).body]
-    assert around == ["prfm PLDL2KEEP, [x7]", "str z0, [x4]"]
-
-
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -106,29 +74,6 @@ def test_a_bad_instruction_is_named(bad, message):
     assert slow_instructions(only_loop([*LOADS, *CLEAN, "fdiv s1, s2, s3"])) == [], (
         "a division of scalars, outside the vectors"
     )
-
-
-@pytest.mark.parametrize(
-    ("body", "gap"),
-    [
-        (CLEAN[:12], 11),
-        (CLEAN + CLEAN[:1], 0),  # too few accumulators; the last and the first of the next turn
-        ([*CLEAN, "fmad z27.s, p0/m, z30.s, z6.s"], 17),  # z27 = z27 * z30 + z6: it waits for z6
-        (
-            [
-                "movprfx z25, z3",
-                "fmla z25.s, p0/m, z30.s, z31.s",
-                *CLEAN[4:14],
-                "mov z3.d, z25.d",
-                CLEAN[3],
-            ],
-            0,
-        ),
-        (["mov z0.s, 0", CLEAN[0], CLEAN[1], *CLEAN[2:20]], 19),  # z0 begins anew in each turn
-    ],
-)
-def test_distance_between_two_on_one_accumulator(body, gap):
-    assert shortest_gap(only_loop(LOADS + body)) == gap
 
 
 def test_missing_loop_is_a_fault():
@@ -154,19 +99,6 @@ def test_the_model_sees_a_slow_loop():
     assert "of the peak in the model, 98 % needed" in codegen.row("GCC", "f", kernel, slow)[1][0]
 
 
-@needs_model
-@pytest.mark.parametrize(
-    ("fetches", "wrong"), [(4, []), (200, ["GCC GEMM k-loop, 8 turns with what is fetched: "])]
-)
-def test_the_model_sees_what_is_fetched(fetches, wrong):
-    kernel = codegen.hot_kernels((12, 2), 8)[0]
-    text = function(LOADS + CLEAN).replace(
-        "str z0, [x4]", "\n".join(["str z0, [x4]", *repeat("\tprfm PLDL2KEEP, [x7]", fetches)])
-    )
-    found = [fault for _, reasons in codegen.check("GCC", text, [kernel]) for fault in reasons]
-    assert [fault[: len(start)] for fault, start in zip(found, wrong, strict=True)] == wrong
-
-
 EXP = ["fexpa z1.s, z2.s", *(f"fmul z{i}.s, z{i}.s, z30.s" for i in range(3, 20))]
 GELU = arm_vector_loops.VectorLoop("GELU", "gelu_alone", 26)
 
@@ -176,13 +108,6 @@ def elementwise(*bodies):
         function(body, name="gelu_alone", file="gelu.h").replace(".L", f".L{i}")
         for i, body in enumerate(bodies)
     )
-
-
-def test_the_loop_of_whole_groups_of_vectors_is_taken():
-    """The hot loop is neither the loop over single vectors after it nor an edge's loop, which branches."""
-    edge = ["cbz x9, .L77", *EXP * 6]
-    loop = arm_vector_loops.hot_loop(elementwise(EXP, EXP * 4, edge), GELU)
-    assert loop.label == ".L13" and GELU.vectors_of(loop) == 4
 
 
 @needs_model
@@ -233,20 +158,6 @@ def tiles_function(body, fetched=()):
         ".size f, .-f",
     ]
     return "\n".join("\t" + line for line in lines)
-
-
-def test_the_loop_of_tiles_is_found_with_what_it_fetches():
-    def loop_with(fetches):
-        fetched = list(repeat("prefetcht0 (%rax)", fetches))
-        (loop,) = amx_loops.tile_loops(tiles_function(TILE_LOADS + PRODUCTS, fetched))
-        return loop
-
-    loop = loop_with(60)
-    whole = loop.everything.body
-    assert amx_loops.faults(loop) == [] and amx_loops.cycles(loop.loop.body) == 64
-    assert amx_loops.count(whole, "prefetcht0") == 60
-    assert amx_loops.count(whole, "tilestored") == 0
-    assert amx_loops.cycles(loop_with(120).everything.body) == 4 * 8 + 120 / 3
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from fugaku_megatron.calibration import calibrate, calibrate_command, host_kerne
 from fugaku_megatron.calibration.calibrate import Messages
 from fugaku_megatron.comm import job
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.host import machine as host_machine
 from fugaku_megatron.host import timing
 from fugaku_megatron.planner import machine, software
 from tests.checks.calibration import (
@@ -134,14 +133,3 @@ def test_rates_and_overheads_are_figures(monkeypatch):
     made = []
     assert timing.best_seconds([lambda: made.append(1), lambda: made.append(2)], rounds=2) >= 0
     assert made == [1, 2] * 3
-
-
-def test_the_peak_is_the_best_round_of_work_over_time(monkeypatch):
-    assert 0 < host_machine.fma_peak_gflops(rounds=2, steps=20_000) < 1e6
-    times = iter([10.0, 12.0])
-    monkeypatch.setattr(host_machine.time, "perf_counter", lambda: next(times))
-    monkeypatch.setattr(host_machine.kernels, "bench_fma", lambda steps, int8: 1e6 * steps)
-    assert host_machine.fma_gflops(steps=4000) == pytest.approx(2.0)  # 4e9 operations in 2 s
-    rates = iter([3.0, 7.0, 5.0])
-    monkeypatch.setattr(host_machine, "fma_gflops", lambda steps, int8: next(rates))
-    assert host_machine.fma_peak_gflops(rounds=3) == 7.0

@@ -1,9 +1,7 @@
 """A case outside the repository injects faults with one import."""
 
 import pytest
-import torch
 
-from tests.fault_injection import flip_bit, flip_file_bit
 from tests.mpi import launch
 from tests.processes import run_python
 
@@ -23,24 +21,6 @@ from tests.fault_injection import after_iteration, flip_weight, run
 with after_iteration(2, lambda trainer: flip_weight(trainer, "decoder.layers.1.mlp.linear_fc2.weight", 7, bit=20), rank=1):
     raise SystemExit(run("train", *"{flags} --check-weight-hash-across-dp-replicas-interval 1".split()))
 """
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])
-def test_one_bit_changes(dtype):
-    x = torch.arange(6).to(dtype).view(2, 3)
-    before = x.clone()
-    flip_bit(x, 4, bit=2)
-    assert (x != before).nonzero().tolist() == [[1, 1]]
-    flip_bit(x, 4, bit=2)
-    assert torch.equal(x, before)
-
-
-def test_one_bit_of_a_file_changes(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(bytes(4))
-    flip_file_bit(path, 1, bit=3)
-    flip_file_bit(path)
-    assert path.read_bytes() == b"\0\x08\0\x01"
 
 
 def test_a_wrong_matmul_of_a_run_is_named():

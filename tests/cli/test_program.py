@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import re
 import sys
 from types import SimpleNamespace
@@ -27,19 +26,6 @@ def test_the_page_says_when_to_use_which(command):
         assert f"  {name:10}  {member.when}\n" in page
     assert max(map(len, page.splitlines())) <= 120
     assert command("", code=2).stdout == page
-
-
-def test_a_command_is_imported_without_the_garbage_collector(tmp_path, monkeypatch):
-    """It takes a seventh of torch's import and finds nothing; afterwards it works again, also after a failed import."""
-    (tmp_path / "first.py").write_text("import gc\nENABLED = gc.isenabled()\n")
-    (tmp_path / "second.py").write_text("raise ImportError('no second module')\n")
-    monkeypatch.setattr(program_module.sys.modules["fugaku_megatron"], "__path__", [str(tmp_path)])
-    module = program_module.ModuleCommand("first", "").load()
-    monkeypatch.delitem(sys.modules, module.__name__)
-    assert not module.ENABLED and gc.isenabled()
-    with pytest.raises(ImportError, match="no second module"):
-        program_module.ModuleCommand("second", "").load()
-    assert gc.isenabled()
 
 
 COLLECTIONS = """

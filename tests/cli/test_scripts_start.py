@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -56,67 +54,6 @@ def test_the_totals_are_these_and_every_other_script_gets_true_reasons_in_one_me
                 reason.startswith((*refused, "--expert-", "--context-parallel-size"))
                 for reason in script.reasons
             ), script
-
-
-def test_values_that_the_list_lacks_become_plausible(tmp_path):
-    flags = [
-        ["--num-layers", None],
-        ["--hidden-size", "64"],
-        ["--num-attention-heads", "4 # of them"],
-        ["--seq-length", ""],
-        ["--micro-batch-size", "1"],
-        ["--rampup-batch-size", "16"],
-        ["--global-batch-size", "32"],
-        ["--bf16", "true"],
-        ["--data-path", "0.5 a 0.5 b"],
-        ["--save", None],
-        ["--load", None],
-        ["--train-iters", None],
-        ["--lr-decay-style", None],
-    ]
-    parser = build_parser()
-    assert [*scripts_start.words(flags, parser)] == (
-        "--num-layers 24 --hidden-size 64 --num-attention-heads 4 --seq-length 2048 --micro-batch-size 1 "
-        "--rampup-batch-size 16 16 16 --global-batch-size 32 --bf16 --data-path 0.5 a 0.5 b --save save --load load "
-        "--train-iters 1000000 --lr-decay-style constant"
-    ).split()
-    assert scripts_start.reasons(flags) == ()
-    reasons = scripts_start.reasons(
-        [*flags, ["--quux", "3"], ["--multi-latent-attention", ""], ["--tokenizer-type", "No"]]
-    )
-    assert [reason.split(":")[0] for reason in reasons] == [
-        "unknown flag --quux",
-        "--multi-latent-attention",
-    ]
-    assert (
-        "No"
-        in scripts_start.reasons(
-            [*flags, ["--tokenizer-type", "NoTokenizer"], ["--tokenizer-model", "m"]]
-        )[0]
-    )
-
-
-def test_the_command_prints_each_script_and_totals(tmp_path, monkeypatch, capsys):
-    given = [
-        {**SCRIPTS[0], "flags": [["--hybrid-context-parallel", ""]]},
-        next(s for s in SCRIPTS if s["name"].endswith("CONFIG.sh")),
-    ]
-    file = tmp_path / "list.jsonl"
-    file.write_text("".join(json.dumps(script) + "\n" for script in given))
-    monkeypatch.setattr(sys, "argv", ["scripts_start", str(file)])
-    monkeypatch.chdir(LIST.parents[1])
-    assert scripts_start.main() == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1].startswith("  --hybrid-context-parallel: context parallelism has one level")
-    assert lines[2].endswith("(dense): starts")
-    assert lines[3:] == [
-        "NVIDIA/Megatron-LM examples, dense: 1 of 1 start",
-        "NVIDIA/Megatron-LM functional tests, dense: 0 of 1 start",
-    ]
-    file.write_text("[]\n")
-    assert scripts_start.main() == 2
-    message = capsys.readouterr().err
-    assert "not a list of scripts" in message and message.count("\n") == 1
 
 
 def test_the_llama_3_example_in_bf16_trains_a_shrunk_model(alone, tmp_path, monkeypatch):

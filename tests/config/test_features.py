@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from fugaku_megatron.cli import program
-from fugaku_megatron.cli.arguments import parse
 from fugaku_megatron.config import features
 from fugaku_megatron.config.features import FEATURES
 from fugaku_megatron.config.fields import flag
@@ -18,8 +17,6 @@ from fugaku_megatron.planner import cost, model, plan, search, software
 from fugaku_megatron.planner.system import System
 
 pytestmark = pytest.mark.unit
-
-RUN = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --micro-batch-size 1".split()
 
 
 def ours(nodes: int, ranks_per_node: int | None = 1) -> System:
@@ -40,17 +37,6 @@ def test_a_feature_has_its_flag_and_is_modelled():
         assert code.choices.names == (
             frozenset(FEATURES) if code.style == "native" else frozenset()
         )
-
-
-def test_runs_and_constants_name_the_rows():
-    plain = parse(RUN).run
-    switched = parse([*RUN, "--use-distributed-optimizer"]).run
-    assert features.used(switched) - features.used(plain) == {features.ZERO_1}
-    assert features.BALANCED_SPLIT in features.used(plain)
-    constants = {
-        value for name, value in vars(features).items() if name.isupper() and isinstance(value, str)
-    }
-    assert constants == set(FEATURES)
 
 
 GRAD = frozenset({features.OVERLAP_GRAD_REDUCE})

@@ -486,20 +486,6 @@ def test_the_page_has_the_tables_of_the_program():
     )
 
 
-@pytest.mark.parametrize("name", ["--data-impl", "--dataset-impl"])
-def test_the_format_of_data_may_be_named(name):
-    words = ["--recipe", "demo", "--mock-data", "--dry-run", name]
-    for accepted in ("mmap", "infer"):
-        assert parse([*words, accepted]).notes == (
-            f"{name}: the value passed is what this program does",
-        )
-    for other in ("lazy", "cached"):
-        with pytest.raises(
-            ValueError, match=f"{name} {other}: the data format is always .bin/.idx"
-        ):
-            parse([*words, other])
-
-
 def test_targets_of_adapters_are_compared_as_matrices():
     model = RECIPES["qwen2.5-0.5b"]().model
 

@@ -246,19 +246,6 @@ def edit(folder: Path, removed: str, changes: dict) -> None:
     (folder / "adapter_config.json").write_text(json.dumps({**config, **changes}))
 
 
-def test_a_config_without_a_rank_has_pefts(tmp_path):
-    model = randomized(MODELS["qwen3"])
-    model.save_pretrained(tmp_path / "hf")
-    write_adapters(model, tmp_path / "peft", r=8)
-    expected = adapted_logits(model, tmp_path / "peft")
-    file = tmp_path / "peft" / "adapter_config.json"
-    config = json.loads(file.read_text())
-    file.write_text(json.dumps({name: x for name, x in config.items() if name != "r"}))
-    words = ("--from-hf", tmp_path / "hf", "--from-peft", tmp_path / "peft", "--merge")
-    assert convert(*words, "--save", tmp_path / "merged") == 0
-    check_near(fm.load(tmp_path / "merged").logits(TOKENS), expected)
-
-
 @pytest.mark.parametrize(
     ("kind", "module", "what"),
     [

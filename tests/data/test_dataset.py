@@ -12,7 +12,6 @@ from fugaku_megatron.data.index_arrays import (
     sample_blocks,
 )
 from fugaku_megatron.data.indexed import IndexedDataset
-from fugaku_megatron.run.announce import validation_line
 from tests.checks.corpus import write
 
 pytestmark = pytest.mark.unit
@@ -114,18 +113,6 @@ def test_mock_dataset():
     assert not np.array_equal(dataset[123], MockDataset(50, 8, 1000, 8)[123])
     with pytest.raises(IndexError):
         dataset[1000]
-
-
-def test_it_is_said_how_much_text_validation_has(tmp_path):
-    """The line counts one data set, and several together."""
-    write(tmp_path / "a", [3] * 10)
-    write(tmp_path / "b", [5] * 20)
-    one = build_datasets([str(tmp_path / "a")], "60,40", (4, 2, 0), Builder(4, 1))
-    assert validation_line(one[1]) == "data: validation has 4 documents with 12 tokens"
-    both = build_datasets(
-        ["1", str(tmp_path / "a"), "1", str(tmp_path / "b")], "60,40", (4, 2, 0), Builder(4, 1)
-    )
-    assert validation_line(both[1]) == "data: validation has 12 documents with 52 tokens"
 
 
 def test_build_datasets_split_errors(tmp_path):

@@ -160,14 +160,6 @@ def test_json_that_is_wrong_is_refused_with_its_line(tmp_path, capsys, text, mes
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n"
 
 
-def test_files_and_subfolders_are_in_the_order_of_names(tmp_path):
-    names = ["a.txt", "a2/b/c.txt", "a2/x.txt", "b.txt"]
-    for name in reversed(names):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
-    assert [document.raw.decode() for document in read(tmp_path)] == names
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.parquet", "a.json.gz", "a"])
 @pytest.mark.parametrize(
     "content, reason",

@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 from itertools import repeat
@@ -206,14 +205,6 @@ def test_it_says_how_much_validation_gets(tmp_path, preprocess_files, sorted_tex
     shares = f"30 of the 300 documents and {tokens} of the {data.num_tokens} tokens"
     assert printed[1] == f"validation: {shares} with --split 90,10,0"
     assert " --split 90,10,0 " in printed[2]
-
-
-def test_readme_and_preprocess_name_the_same_split():
-    """README's first training command has the --split that preprocess prints for such a folder."""
-    readme = (ROOT / "README.md").read_text()
-    command = re.search(r"train --recipe demo\b.*?(?=\n\S)", readme, re.DOTALL)[0]
-    split = re.search(r"--split (\S+)", command)[1]
-    assert split == preprocess.split_for(200) == preprocess.split_for(9999)
 
 
 BAD_LINES = [

@@ -137,16 +137,6 @@ def test_every_form_of_the_input_gives_the_same_files(
     assert not list(tmp_path.glob("*.unfinished"))
 
 
-def test_compressed_plain_text_is_one_document(tmp_path):
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one\ntwo\n"))
-    (tmp_path / "b.md.zst").write_bytes(zstandard.ZstdCompressor().compress(b"three"))
-    found = read_documents(input_files([str(tmp_path)], ["text"]))
-    assert [(document.line, document.raw) for document in found] == [
-        (0, b"one\ntwo\n"),
-        (0, b"three"),
-    ]
-
-
 def test_chats_in_a_table_are_those_of_lines(tmp_path):
     """A table has every field in every row; a field that is null does not count."""
     answer = {"role": "assistant", "content": "Ho", "thinking": "x"}

@@ -89,17 +89,6 @@ def test_the_added_epochs_do_not_depend_on_the_pieces(tmp_path):
     assert longest[epochs : 2 * epochs] != longest[2 * epochs : 3 * epochs], "each is shuffled"
 
 
-def test_data_shorter_than_a_sample(tmp_path):
-    tokens = write(tmp_path / "d", 3, longest=4)
-    assert tokens < LENGTH
-    read = samples(one(tmp_path / "d", 2), 0, 2)
-    for needed in (3, 7, 30):
-        train = one(tmp_path / "d", needed, 2)
-        assert samples(train, 0, 2) == read[:2]
-        counts = times_trained(samples(train, 0, needed), tokens)
-        assert max(counts) - min(counts) <= 2, "the beginning has Megatron's order"
-
-
 def test_blends_keep_the_order_of_each_part(tmp_path):
     middle = write(tmp_path / "a", 30)
     tokens = write(tmp_path / "b", 20, middle)

@@ -6,24 +6,12 @@ import torch
 
 from fugaku_megatron.config.batches import RampUp
 from fugaku_megatron.data.dataset import MockDataset
-from fugaku_megatron.data.sampler import fetch, first_sample, micro_batches
+from fugaku_megatron.data.sampler import fetch, micro_batches
 from fugaku_megatron.training.micro_batches import MicroBatch, MicroBatchWindow
 
 pytestmark = pytest.mark.unit
 
 DATASET = MockDataset(vocab_size=1000, seq_length=6, num_samples=96, seed=3)
-
-
-def test_every_layout_covers_a_global_batch_once_and_in_order():
-    for dp_size, micro_batch_size in [(1, 1), (1, 24), (4, 2), (3, 8), (24, 1)]:
-        count = 24 // (micro_batch_size * dp_size)
-        samples = [
-            first_sample(48, m, micro_batch_size, rank, dp_size) + i
-            for m in range(count)
-            for rank in range(dp_size)
-            for i in range(micro_batch_size)
-        ]
-        assert samples == list(range(48, 72))
 
 
 def test_samples_lie_in_columns_and_do_not_depend_on_the_layout():
@@ -54,19 +42,6 @@ def source(count: int, read: list[int]):
     for index in range(count):
         read.append(index)
         yield MicroBatch(index, torch.full((3, 2), index), 2 * index)
-
-
-def test_any_order_gives_each_micro_batch_its_own_tokens_and_sample():
-    read: list[int] = []
-    window = MicroBatchWindow(source(5, read))
-    for index in (2, 0, 4, 1, 3):
-        batch = window.fetch(index)
-        assert (batch.index, batch.first_sample) == (index, 2 * index) and torch.all(
-            batch.tokens == index
-        )
-    assert read == [0, 1, 2, 3, 4] and len(window) == 0, (
-        "read once, in data order, and nothing is held at the end"
-    )
 
 
 def test_a_window_reads_as_far_as_asked_and_refuses_the_rest():

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.inference import generation, loading
+from fugaku_megatron.inference import generation
 from fugaku_megatron.inference.loading import quantize
 from fugaku_megatron.inference.recorded_step import RecordingKernels
-from tests.checks.generation import random_model, tokens_of
+from tests.checks.generation import random_model
 
 pytestmark = pytest.mark.unit
 
@@ -72,21 +72,6 @@ def test_weights_in_eight_bits(family):
         assert torch.equal(got[-1], logits(plain, new)), new
     assert not torch.equal(got[0], exact[0])
     assert (got[0] - exact[0]).norm() < 0.1 * exact[0].norm()
-
-
-def test_texts_are_the_same_with_packed_weights(monkeypatch):
-    """A batch of as many rows as are read unpacked, and one of more, against matmuls that pack every weight."""
-    prompts = [[5 + sample, 9, 3] for sample in range(loading.FEW_ROWS + 1)]
-
-    def texts():
-        loaded = random_model(SoloComm(), "qwen3", 1, 1)
-        return [tokens_of(loaded, prompts[:count], 12) for count in (1, len(prompts) - 1)]
-
-    few = texts()
-    for module in (loading, generation):
-        monkeypatch.setattr(module, "FEW_ROWS", 0)
-    assert texts() == few
-    assert few[0] == few[1][:1]
 
 
 def test_other_heads_and_what_no_kernel_computes():

@@ -12,11 +12,10 @@ from dataclasses import replace
 import pytest
 
 from fugaku_megatron.cli import program
-from fugaku_megatron.jobs import check, job_command, limits, render, script, torus
+from fugaku_megatron.jobs import check, job_command, limits, render, script
 from fugaku_megatron.jobs.job import interpret
 from fugaku_megatron.jobs.limits import MARGIN, start_up
 from fugaku_megatron.planner import search
-from tests.checks.jobs import check_map
 from tests.helpers import check_scripts
 from tests.processes import ROOT, run_python
 
@@ -193,13 +192,6 @@ def test_plan_says_why_and_needs_no_torch():
         r"iterations and the start take \d+ d \d+ h .model., \d+ jobs in a row and [\d,]+ node hours; ",
     ):
         assert re.search(part, done.stdout, re.M), (part, done.stdout)
-
-
-def test_the_planned_map_keeps_every_tensor_group_in_a_unit():
-    job = job_command.job_from_words(LARGE.format(4, 6144).split())
-    check_map(
-        torus.RankMap.from_layout(job.shape, job.ranks_per_node, job.layout.tp, job.layout.pp)
-    )
 
 
 def data_flags(scheduler: str, **variables: str) -> list[str]:

@@ -78,23 +78,6 @@ def assert_near(got, want, dtype, scale=1.0, terms=(), float32=2e-6):
     )
 
 
-def assert_slope(forward, gradient, leaves, grads):
-    """Compare gradients with central differences of <forward(), gradient> along each leaf, changed in place."""
-
-    def value():
-        return (forward().double() * gradient.double()).sum()
-
-    for leaf, grad in zip(leaves, grads, strict=True):
-        direction = random(*leaf.shape, seed=9)
-        leaf.add_(direction, alpha=1e-2)
-        above = value()
-        leaf.add_(direction, alpha=-2e-2)
-        slope = (above - value()) / 2e-2
-        leaf.add_(direction, alpha=1e-2)
-        product = (grad.double() * direction.double()).sum()
-        torch.testing.assert_close(product, slope, rtol=3e-3, atol=1e-2)
-
-
 def with_gradients(formula, leaves, gradient):
     """Return the formula's value and its leaves' gradients, in double precision."""
     leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]

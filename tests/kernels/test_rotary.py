@@ -14,7 +14,6 @@ from tests.kernels.numbers import (
     DTYPES,
     assert_equal,
     assert_near,
-    assert_slope,
     for_each,
     random,
     randoms,
@@ -146,26 +145,6 @@ def test_positions_choose_the_angles_of_each_token(every_target, shape, interlea
         for total, part in zip(wanted, own_sums, strict=True):
             total += part - 1
     assert_close(sums, wanted, rtol=1e-5, atol=1e-5)
-
-
-@for_each(interleaved=[False, True])
-def test_rotary_is_undone_by_its_gradient(every_target, interleaved):
-    """A turn keeps lengths, so <dy, R x> = <R^-1 dy, x> holds for the kernel's own results."""
-    x, dy, *_ = SMALL.inputs()
-    turn = Turn(SMALL.angles(), SMALL.queries, interleaved)
-    y = turn.plain(x)
-    products = (y.double() * dy).sum(), (x.double() * turn.plain(dy, inverse=True)).sum()
-    assert_close(*products, rtol=1e-5, atol=1e-5)
-    assert (y - x).abs().max() > 0.1
-
-
-@for_each(interleaved=[False, True])
-def test_rotary_norm_backward_is_the_slope(every_target, interleaved):
-    x, dy, *weights = SMALL.inputs()
-    turn = Turn(SMALL.angles(), SMALL.queries, interleaved)
-    dx, *sums = turn.gradients(dy, x, weights)
-    gradients = [dx, *(total - 1 for total in sums)]
-    assert_slope(lambda: turn.normed(x, weights), dy, [x, *weights], gradients)
 
 
 @for_each(interleaved=[False, True])

@@ -355,41 +355,6 @@ def test_other_lines_and_fields():
     ]
 
 
-def test_an_interval_has_the_rates_of_its_time():
-    one = _step(3, consumed_tokens=None)
-    assert IterationMetrics.from_interval([one]) == dataclasses.replace(
-        one, nans=0, samples_per_second=4.0
-    )
-    parts = [
-        _step(1, elapsed_seconds=1.0, global_batch_size=4, tflops=2.0),
-        _step(2, elapsed_seconds=3.0, global_batch_size=8, tflops=6.0),
-    ]
-    whole = IterationMetrics.from_interval(parts)
-    assert (whole.elapsed_seconds, whole.samples_per_second, whole.tflops) == (2.0, 3.0, 5.0)
-    parts = [
-        _step(
-            i,
-            consumed_samples=4 * i,
-            consumed_tokens=4096 * i,
-            elapsed_seconds=seconds,
-            global_batch_size=4,
-            tflops=0.0123,
-        )
-        for i, seconds in ((1, 1.0), (2, 3.0))
-    ]
-    line = IterationMetrics.from_interval(parts).format_line()
-    assert " samples per second: 2.000 | tokens per second: 2048.0 | TFLOPs: 0.0123 |" in line
-    assert parse_line(line).tokens_per_second == 2048.0 and parse_line(line).format_line() == line
-    assert parse_line(A100[0]).tokens_per_second is None
-    counted = [dataclasses.replace(part, counted_tokens=1024 * part.iteration) for part in parts]
-    line = IterationMetrics.from_interval(counted).format_line()
-    assert (
-        " counted tokens: 3072 | counted share (%): 37.5 | counted tokens per second: 768.0 |"
-        in line
-    )
-    assert (parse_line(line).counted_tokens, parse_line(line).counted_share) == (3072, 37.5)
-
-
 @pytest.mark.parametrize(
     "rate, printed",
     [

@@ -152,41 +152,6 @@ def test_a_table_names_its_runs(tmp_path, paths, names):
     assert [row.split("|")[-2].split(",")[0].strip() for row in rows[: len(paths)]] == names
 
 
-def test_curves_of_runs_of_different_lengths_over_tokens(tmp_path, made):
-    """Draw over tokens: a run with twice the batch size has the same tokens in half the iterations."""
-    for name, iterations, tokens in (("small", 8, 100), ("large", 4, 200)):
-        records = [
-            {
-                "kind": "train",
-                "iteration": i,
-                "train_iters": iterations,
-                "lm_loss": 9.0 - i,
-                "consumed_tokens": tokens * i,
-            }
-            for i in range(1, iterations + 1)
-        ]
-        records.append({"kind": "validation", "iteration": iterations, "lm_loss": 2.5})
-        (tmp_path / name).mkdir()
-        write_history(tmp_path / name / "history.jsonl", records)
-    logs = [read_log(tmp_path / name / "history.jsonl") for name in ("small", "large")]
-    assert log_command.draw(tmp_path / "t.png", logs, "tokens") and log_command.draw(
-        tmp_path / "i.png", logs
-    )
-    over_tokens, over_iterations = (figure.axes[0] for figure in made)
-    assert over_tokens.get_xlabel() == "tokens" and over_iterations.get_xlabel() == "iteration"
-    assert [list(line.get_xdata()) for line in over_tokens.lines] == [
-        [100 * i for i in range(1, 9)],
-        [800],
-        [200, 400, 600, 800],
-        [800],
-    ]
-    assert [max(line.get_xdata()) for line in over_iterations.lines] == [8, 8, 4, 4]
-    assert [text.get_text().strip() for text in over_tokens.get_legend().get_texts()] == [
-        "small",
-        "large",
-    ]
-
-
 def test_files_in_the_way_and_nothing_to_draw_are_lines_and_no_errors(
     tmp_path, capsys, monkeypatch
 ):

@@ -6,16 +6,12 @@ import statistics
 
 import pytest
 
-from fugaku_megatron.cli.arguments import parse
-from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.observe.log import run_log
 from fugaku_megatron.observe.log.iteration_metrics import parse_line
 from fugaku_megatron.observe.log.run_log import (
     Job,
     LogFile,
     LogReader,
-    format_run,
-    parse_run,
     read_log,
 )
 from tests.checks.run_logs import (
@@ -26,7 +22,6 @@ from tests.time_limit import time_limit
 
 pytestmark = pytest.mark.unit
 
-DEMO = ("--recipe", "demo", "--vocab-size", "512", "--mock-data")
 A100_JOB = Job(
     other_program=True,
     nodes=1,
@@ -48,32 +43,6 @@ A100_JOB = Job(
 def written(tmp_path, text, name="run.log"):
     (tmp_path / name).write_text(text)
     return tmp_path / name
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        "",
-        "--rampup-batch-size 8 8 80 --global-batch-size 16",
-        "--bf16 --zero-stage 1 --recompute-granularity full --recompute-method block --recompute-num-layers 2",
-    ],
-)
-def test_the_run_line_holds_what_a_row_needs(more):
-    run = parse([*DEMO, "--tensor-model-parallel-size", "2", *more.split()]).run
-    job = parse_run("[rank 0] " + format_run(run, Layout.from_run(run, 8), 4))
-    got = job.run
-    assert (got.model, got.parallel, got.precision, got.batch) == (
-        run.model,
-        run.parallel,
-        run.precision,
-        run.batch,
-    )
-    assert got.training.recompute_granularity == run.training.recompute_granularity
-    assert got.training.recompute_num_layers == run.training.recompute_num_layers
-    assert (job.nodes, job.ranks, job.tp, job.dp, job.mbs) == (4, 8, 2, 4, 2)
-    for line in ("run: {", "run: {}", "hello"):
-        with pytest.raises(ValueError, match="not a run line"):
-            parse_run(line)
 
 
 def test_our_log_says_everything(tmp_path):

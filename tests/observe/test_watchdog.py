@@ -24,7 +24,6 @@ from fugaku_megatron.observe.hang.hang_verdict import (
     FAN,
     NAMED,
     SILENT,
-    Census,
     Link,
     Standing,
     count,
@@ -378,16 +377,6 @@ def test_what_others_send_is_ignored(data):
     second._socket.sendto(data, second.parents[0])
     receive(first, 1.0)
     assert first.end is None and first.whole(MOVES, 60.0, 1000.0) == merge([MOVES])
-
-
-def test_a_census_survives_the_wire():
-    census = Census(
-        2, 1, (Standing(1, "b", "x", 2.0, 3.0),), 0, (Standing(2, "c", "y", 2.0, 3.0),), (), (7,), 2
-    )
-    first, second = pair()
-    second.report(census, census, 60.0, 100.0)
-    receive(first, 100.0)
-    assert first.whole(Census(0, 0, nodes=0), 60.0, 100.0) == census
 
 
 def test_the_own_address_is_one_that_others_reach():

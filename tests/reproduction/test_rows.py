@@ -16,40 +16,6 @@ def row(document: str, line: int) -> Row:
     return next(r for r in load([document]) if r.line == line)
 
 
-def test_every_row_of_every_table_is_there_verbatim():
-    counts = {
-        "000": [14, 4, 14, 5],
-        "001": [5, 11],
-        "002": [7, 7],
-        "004": [3, 3, 8, 9, 4, 4, 4, 4, 3, 5, 4, 3, 4, 1, 3, 2, 2, 3, 1, 2, 6, 3, 2, 3, 7, 6, 11],
-        "005": [7, 2, 1],
-    }
-    for document, expected in counts.items():
-        tables = Counter(r.table.id for r in load([document]))
-        assert list(tables.values()) == expected
-        assert list(tables) == [f"{document}.{n}" for n in range(1, len(expected) + 1)]
-    lines = [(r.document, r.line) for r in load()]
-    assert lines == sorted(set(lines)), (
-        "rows keep the order of the documents, each stands there once"
-    )
-    assert row("001", 24).cell("mem") == "29138.6 MiB (OOM after first epoch)"
-    assert row("001", 32).cell("seconds") == "3534883.3(1itrのみ実行)"
-    assert row("000", 27).cell("gbs") == "- MiB"
-    assert row("000", 40).cell("nodes") == "1 (2.2Hz)"
-    assert row("002", 20).cells == (
-        "1",
-        "2.0GHz",
-        "124M",
-        *"1111",
-        "1024",
-        "3769.4 MiB",
-        "1020.3",
-        "1.09",
-        "0.0010",
-        "-",
-    )
-
-
 def test_errata_are_all_used():
     for r in load():
         assert (r.problem() is None) == (r.status != "impossible"), (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from benchmarks.__main__ import main as benchmarks
@@ -91,40 +89,3 @@ def test_errors_are_those_of_the_formats():
 
 
 # Pictures ------------------------------------------------------------------------------------------------------------------------
-
-
-STEP = {
-    "dtype": "fp32",
-    "micro_batch_size": 4,
-    "ratio": 2.0,
-    "recipe": "124m",
-    "cpu": "a CPU",
-    "threads": 2,
-    "ours": {"tokens_per_s": 500.0},
-    "baseline": {"tokens_per_s": 250.0, "name": "plain", "compiled": True, "preload": "tcmalloc"},
-}
-PLAN = {
-    "changes": [
-        {"name": "native kernels", "seconds": 138.0, "note": ""},
-        {"name": "ranks per CMG", "seconds": 138.0, "note": "not taken: 139 s"},
-        {"name": "overlap", "seconds": 55.0, "note": "not in the trainer yet"},
-    ]
-}
-
-
-def test_every_side_of_the_readmes_picture_has_a_bar(tmp_path):
-    assert [(name, value) for name, value, _ in plot_result.bars([STEP])] == [
-        ("FP32, micro-batch 4: this program (2.00 x)", 500.0),
-        ("PyTorch, torch.compile, tcmalloc", 250.0),
-    ]
-    shipped = {**STEP, "baseline": {**STEP["baseline"], "mkl": "shipped"}}
-    assert plot_result.bars([shipped])[1][0] == "PyTorch, torch.compile, tcmalloc, MKL as shipped"
-    expected = [("published run, printed", 252.0), ("native kernels", 138.0)]
-    assert [(name, value) for name, value, _ in plot_result.steps(PLAN, 252.0)] == expected
-    for name, content in (("step", STEP), ("plan", PLAN)):
-        (tmp_path / name).write_text(json.dumps(content))
-    picture = tmp_path / "a.png"
-    assert (
-        call(plot_result, "--output", picture, "--plan", tmp_path / "plan", tmp_path / "step") == 0
-    )
-    assert picture.stat().st_size > 5_000
