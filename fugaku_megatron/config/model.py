@@ -60,12 +60,12 @@ from .rows import (
     NORMS,
     OFF_BY_ONE,
     POSITION_TYPES,
-    RMS_NORM,
     ROPE,
     UNRESOLVED,
     VANILLA,
     YARN,
-    NormPlacement,
+    NormPart,
+    NormPosition,
 )
 from .rules import check_rules
 
@@ -552,7 +552,7 @@ class ModelConfig(ExpertFields, DeltaNetFields):
         )
 
     def _check_block(self) -> None:
-        norm = NORMS[self.normalization]
+        norm = self.norm
         fits = {"qk_layernorm": norm.kernel is not None, "apply_layernorm_1p": norm.vectors > 0}
         with_kernel = [name for name, row in NORMS.items() if row.kernel]
         for name, supported in fits.items():
@@ -562,7 +562,10 @@ class ModelConfig(ExpertFields, DeltaNetFields):
                 f"--normalization is {self.normalization}: leave one out",
             )
         check(
-            not self.qk_layernorm_all_heads or self.qk_layernorm and norm.kernel == RMS_NORM,
+            not self.qk_layernorm_all_heads
+            or self.qk_layernorm
+            and norm.kernel is not None
+            and not norm.kernel.bias,
             "--qk-layernorm-all-heads "
             "needs --qk-layernorm and --normalization RMSNorm: pass all of them",
         )
@@ -732,7 +735,7 @@ class ModelConfig(ExpertFields, DeltaNetFields):
         return any(kind.mixer == GATED_DELTA_NET for kind in self.layer_kinds)
 
     @cached_property
-    def norms_around(self) -> NormPlacement:
+    def norms_around(self) -> NormPosition:
         return NORM_PLACEMENTS[self.norm_placement]
 
     @cached_property
@@ -826,6 +829,18 @@ class ModelConfig(ExpertFields, DeltaNetFields):
         """Elements per token in the attention output: n d."""
         return self.num_attention_heads * self.kv_channels
 
+    @property
+    def norm(self) -> NormPart:
+        return NORMS[self.normalization]
+
+    @cached_property
+    def norms_in_rotary(self) -> bool:
+        """True if the rotary kernels norm queries and keys."""
+        kernel = self.norm.kernel
+        if kernel is None or self.qk_layernorm_all_heads:
+            return False
+        return self.qk_layernorm and kernel.in_rotary
+
     @cached_property
     def kernels_take_heads(self) -> bool:
         return self.kv_channels % HEAD_MULTIPLE == 0
@@ -833,8 +848,8 @@ class ModelConfig(ExpertFields, DeltaNetFields):
     @cached_property
     def kernels_alone(self) -> bool:
         """True if native kernels cover every operation of the model in inference."""
-        norm = NORMS[self.normalization].kernel
-        norms = norm is not None and (norm == RMS_NORM or not self.qk_layernorm)
+        kernel = self.norm.kernel
+        norms = kernel is not None and (kernel.in_rotary or not self.qk_layernorm)
         plain = self.embedding_multiplier == self.residual_multiplier == self.logits_scaling == 1.0
         capped = self.attn_logit_softcapping or self.final_logit_softcapping
         return (

@@ -37,19 +37,20 @@ class OptimizerPart:
     elements: "module:function", `optim.optimizer.ElementUpdate` -> None, which updates FP32 elements in place; None: the AdamW kernel
     matrices: "module:class", which updates weight matrices from their first moment, as `optim.muon.Muon`; None: no class does
     states: moments of MOMENTS that each element has
+    matmuls: "module:function", (run, stage) -> `costs.optimizer_states.Matmuls` of a step; None: the optimizer has none
     """
 
     elements: str | None = None
     matrices: str | None = None
     states: tuple[str, ...] = MOMENTS
+    matmuls: str | None = None
 
 
-_MUON = "fugaku_megatron.optim.muon:Muon"
-OPTIMIZERS = {
-    "adam": OptimizerPart(),
-    "muon": OptimizerPart(matrices=_MUON),
-    "dist_muon": OptimizerPart(matrices=_MUON),
-}
+_MUON = OptimizerPart(
+    matrices="fugaku_megatron.optim.muon:Muon",
+    matmuls="fugaku_megatron.costs.optimizer_states:muon_matmuls",
+)
+OPTIMIZERS = {"adam": OptimizerPart(), "muon": _MUON, "dist_muon": _MUON}
 # Coefficients of the Newton-Schulz iteration -> number of steps with different coefficients.
 MUON_COEFFICIENTS = {"quintic": 5, "simple": 1}
 

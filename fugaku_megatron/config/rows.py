@@ -10,6 +10,17 @@ from typing import NamedTuple
 Q8_BLOCK = 64  # neighbouring input columns of a weight in eight bits that share a scale
 
 
+class NormKernel(NamedTuple):
+    """A norm in the C++ kernels, over the hidden dimension and over heads.
+
+    bias: has a bias next to the weight
+    in_rotary: the rotary kernels norm queries and keys with it
+    """
+
+    bias: bool
+    in_rotary: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class NormPart:
     """A norm over the hidden dimension.
@@ -17,32 +28,33 @@ class NormPart:
     layer: "module:class", a subclass of `nn.layers.Norm` imported when a stage is built
     vectors: parameters with h elements each
     statistics: FP32 numbers per row that backward needs in addition to the input
-    kernel: name in the C++ kernels, which then also norm queries and keys; None: `layer` computes the norm with torch
+    kernel: of the C++ kernels, which then also norm queries and keys; None: `layer` computes the norm with torch
+    gguf: name of the epsilon in GGUF
     megatron: True for a value of Megatron-LM's --normalization
     """
 
     layer: str
     vectors: int
     statistics: int
-    kernel: str | None = None
+    kernel: NormKernel | None = None
+    gguf: str = "layer_norm_eps"
     megatron: bool = False
 
 
-LAYER_NORM = "layer_norm"
-RMS_NORM = "rms_norm"
 NORMS = {
     "LayerNorm": NormPart(
         layer="fugaku_megatron.nn.layers:LayerNorm",
         vectors=2,
         statistics=2,
-        kernel=LAYER_NORM,
+        kernel=NormKernel(bias=True, in_rotary=False),
         megatron=True,
     ),
     "RMSNorm": NormPart(
         layer="fugaku_megatron.nn.layers:RMSNorm",
         vectors=1,
         statistics=1,
-        kernel=RMS_NORM,
+        kernel=NormKernel(bias=False, in_rotary=True),
+        gguf="layer_norm_rms_eps",
         megatron=True,
     ),
     "PlainLayerNorm": NormPart(
@@ -54,7 +66,7 @@ NORMS = {
 }
 
 
-class NormPlacement(NamedTuple):
+class NormPosition(NamedTuple):
     """Norms around attention and around the MLP.
 
     before: their input is normalised
@@ -66,9 +78,9 @@ class NormPlacement(NamedTuple):
 
 
 NORM_PLACEMENTS = {
-    "pre": NormPlacement(before=True, after=False),
-    "post": NormPlacement(before=False, after=True),
-    "both": NormPlacement(before=True, after=True),
+    "pre": NormPosition(before=True, after=False),
+    "post": NormPosition(before=False, after=True),
+    "both": NormPosition(before=True, after=True),
 }
 
 

@@ -8,7 +8,7 @@ from ..config.layer_kinds import ATTENTION, PROJ, QKV, LayerKind
 from ..config.layout import cp_comm_types, group_copies
 from ..config.model import ModelConfig
 from ..config.parallel import A2A, P2P
-from ..config.rows import LAYER_NORM, LEARNABLE, NORMS
+from ..config.rows import LEARNABLE
 from ..config.run_config import RunConfig
 from .context_parallel import attention_messages
 from .layers import typical_layer
@@ -111,7 +111,7 @@ class AttentionCosts(MixerCosts):
                 if model.qk_layernorm_all_heads:
                     found.append(shared_segments(model, heads * model.kv_channels, run.tp))
                 else:
-                    found.append((NORMS[model.normalization].vectors, model.kv_channels))
+                    found.append((model.norm.vectors, model.kv_channels))
         if model.softmax_type == LEARNABLE:
             found.append(shared_segments(model, model.num_attention_heads, run.tp))
         if model.qkv_bias:
@@ -167,7 +167,7 @@ def _rotary(run: RunConfig, cp_comm_type: str, kind: LayerKind) -> Records:
     saved = qkv_bytes(run, cp_comm_type)
     together = model.qk_layernorm_all_heads
     heads = (model.num_attention_heads + model.query_groups) // run.tp
-    if NORMS[model.normalization].kernel == LAYER_NORM or together:
+    if not model.norms_in_rotary:
         # queries, keys, and the mean and deviation of each head or of all heads
         statistics = 2 if together else 2 * heads
         saved = run.tokens_per_microbatch * (
@@ -181,7 +181,7 @@ def _rotary(run: RunConfig, cp_comm_type: str, kind: LayerKind) -> Records:
                 name="rotary", parameters=weights, saved_bytes=saved, forward=sums, backward=sums
             ),
         )
-    weights = 2 * NORMS[model.normalization].vectors * model.kv_channels
+    weights = 2 * model.norm.vectors * model.kv_channels
     return (
         Record(
             name="rotary",

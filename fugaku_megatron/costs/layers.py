@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from ..config.layer_kinds import LayerKind
 from ..config.model import ModelConfig
-from ..config.rows import MLP_OF_EXPERTS, NORMS
+from ..config.rows import MLP_OF_EXPERTS
 from ..config.run_config import RunConfig
 from .adapters import with_adapters
 from .mixers import mixer_costs
@@ -26,7 +26,7 @@ from .sizes import (
 
 
 def norm_record(name: str, run: RunConfig) -> Record:
-    norm = NORMS[run.model.normalization]
+    norm = run.model.norm
     rows = run.tokens_per_microbatch // run.sequence_shards
     parameters = norm.vectors * run.model.hidden_size
     return Record(

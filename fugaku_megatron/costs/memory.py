@@ -84,7 +84,8 @@ def moment_bytes(run: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
     first = sum(updated_elements(run, layout, stage))
     if optimizer.exp_avg_dtype == "int8":
         each = first + FP32_BYTES * _scales(run, layout, stage)
-        return 2 * each, 2 * FP32_BYTES * first
+        count = len(optimizer.states)
+        return count * each, count * FP32_BYTES * first
     second = _second_moment_of_muon(run, layout, stage) if optimizer.muon else first
     numbers = dict(zip(MOMENTS, (first, second), strict=True))
     stored = int(sum(numbers[state] * optimizer.state_bytes(state) for state in MOMENTS))

@@ -12,11 +12,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
+from pkgutil import resolve_name
 
 from ..config.layer_kinds import LayerKind, column_parallel
 from ..config.model import ModelConfig
-from ..config.optimizer import MOMENT_BLOCK
-from ..config.rows import ACTIVATIONS, MLP_OF_EXPERTS, NORMS
+from ..config.optimizer import MOMENT_BLOCK, OPTIMIZERS
+from ..config.rows import ACTIVATIONS, MLP_OF_EXPERTS
 from ..config.run_config import RunConfig
 from .layers import per_layer
 from .linear_layers import Linear, linears, mlp_linears
@@ -113,7 +114,7 @@ def layer_segments(run: RunConfig, kind: LayerKind) -> tuple[Segments, Segments]
     norms = model.layer_norms
     if kind.parts == 1:
         norms = sum(model.norms_around)
-    others += [(norms * NORMS[model.normalization].vectors, model.hidden_size)]
+    others += [(norms * model.norm.vectors, model.hidden_size)]
     if kind.mixer is not None:
         others += mixer_costs(kind.mixer).vectors(run)
     if kind.mlp == MLP_OF_EXPERTS:
@@ -131,7 +132,7 @@ def unit_segments(run: RunConfig, stage: int) -> dict[Unit, tuple[Segments, Segm
         rows = undivided_rows(model, padded_vocab_size(model, run.tp), vocabulary=True)
         table = (vocabulary_rows(run) // rows, rows * model.hidden_size)
         others[TIED] = [table]
-        others[HEAD] = [(NORMS[model.normalization].vectors, model.hidden_size)]
+        others[HEAD] = [(model.norm.vectors, model.hidden_size)]
         if not model.tied:
             others[HEAD].append(table)
         if not holds_tied_copy(run, stage):
@@ -193,18 +194,30 @@ def matrix_elements(run: RunConfig) -> tuple[int, ...]:
     )
 
 
-def orthogonalized(run: RunConfig, stage: int) -> Counter[tuple[int, int]]:
-    """Count the matrices (m, n) that a stage's data-parallel ranks orthogonalize; none with AdamW.
+Matmuls = list[tuple[int, int, int, int]]  # (how many, m, n, k), of (m, k) by (k, n)
+
+
+def muon_matmuls(run: RunConfig, stage: int) -> Matmuls:
+    """Return the matmuls with which a stage's data-parallel ranks orthogonalize in a step.
 
     Tensor-parallel ranks compute whole matrices alike, or with --muon-tp-mode blockwise their shards, here as if row-sharded.
     """
     shards = run.tp if run.optimizer.muon_tp_mode == "blockwise" else 1
-    found = Counter[tuple[int, int]]()
-    if not run.optimizer.muon:
-        return found
+    matrices = Counter[tuple[int, int]]()
     for layer in itertools.chain(*stage_layers(run, stage)):
         kind = run.model.layer_kinds[layer]
         for count, rows, columns in [*layer_matrices(run, kind), *_replicated(run.model, kind.mlp)]:
             m, n = sorted((max(1, rows // shards), columns))
-            found[m, n] += count
+            matrices[m, n] += count
+    return [
+        (count * run.optimizer.muon_num_ns_steps, *sides)
+        for (m, n), count in matrices.items()
+        for sides in ((m, m, n), (m, m, m), (m, n, m))
+    ]
+
+
+def step_matmuls(run: RunConfig, stage: int) -> Matmuls:
+    """Return the matmuls of an optimizer step on a stage's data-parallel ranks."""
+    matmuls = OPTIMIZERS[run.optimizer.optimizer].matmuls
+    found: Matmuls = resolve_name(matmuls)(run, stage) if matmuls else []
     return found

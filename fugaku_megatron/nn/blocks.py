@@ -17,7 +17,7 @@ from ..comm.grid import ALONE
 from ..config.layer_kinds import MIXERS
 from ..config.layout import group_copies
 from ..config.parallel import A2A, P2P
-from ..config.rows import ACTIVATIONS, LAYER_NORM, LEARNABLE, MLP_OF_EXPERTS, NORMS, OFF_BY_ONE
+from ..config.rows import ACTIVATIONS, LEARNABLE, MLP_OF_EXPERTS, OFF_BY_ONE
 from ..costs.attention import cache_slots
 from .adapters import activated_linear
 from .attention.context_parallel import (
@@ -53,7 +53,7 @@ from .ops.rotary import HeadNorms, Rotary
 
 
 def make_norm(name: str, context: Context) -> Norm:
-    norm: type[Norm] = resolve_name(NORMS[context.model.normalization].layer)
+    norm: type[Norm] = resolve_name(context.model.norm.layer)
     return norm(name, context)
 
 
@@ -126,11 +126,7 @@ class SelfAttention(nn.Module):
         """
         model = self.context.model
         norm = None
-        if (
-            model.qk_layernorm_all_heads
-            or model.qk_layernorm
-            and NORMS[model.normalization].kernel == LAYER_NORM
-        ):
+        if model.qk_layernorm and not model.norms_in_rotary:
             qkv = self._normed(qkv)
             if angles is None:
                 return qkv

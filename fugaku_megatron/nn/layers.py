@@ -27,7 +27,6 @@ from ..comm.grid import ALONE
 from ..config.lora import LoraConfig
 from ..config.model import ModelConfig
 from ..config.parallel import A2A
-from ..config.rows import LAYER_NORM, NORMS
 from ..costs.records import overlap_blocks
 from .adapters import Adapter
 from .attention.context_parallel import own_segments, to_rank_order, to_sequence_order
@@ -474,7 +473,6 @@ class HeadNorm(nn.Module):
         super().__init__()
         together = heads if context.model.qk_layernorm_all_heads else 1
         size = (together * context.model.kv_channels,)
-        layer_norm = NORMS[context.model.normalization].kernel == LAYER_NORM
         self.centered = context.model.apply_layernorm_1p
         self.bias = None
         if context.model.qk_layernorm_all_heads:
@@ -483,7 +481,8 @@ class HeadNorm(nn.Module):
         self.weight = context.parameter(
             f"{name}.weight", size, fill=1.0 - self.centered, sequence_parallel=True
         )
-        if layer_norm:
+        kernel = context.model.norm.kernel
+        if kernel is not None and kernel.bias:
             self.bias = context.parameter(f"{name}.bias", size, sequence_parallel=True)
 
     def scale(self) -> Tensor:

@@ -309,7 +309,7 @@ def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
         for stage in kinds
     )
     fp32 = replace(rank, precision="fp32")
-    muon = max(fp32.seconds(work.muon(run, stage)).gemm for stage in kinds)
+    matmuls = max(fp32.seconds(work.optimizer_matmuls(run, stage)).gemm for stage in kinds)
     moved = counts["moved"] * activations.FP32_BYTES - 2 * saved_bytes
     packed_bytes = 0
     if run.system.int8 and rank.software.style == "native":
@@ -318,7 +318,7 @@ def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
     return (
         rank.traffic(moved * parameters / zero_shards(run, layout) + packed_bytes)
         + rank.calls(counts["calls_per_layer"] * layers)
-        + muon / layout.replicas
+        + matmuls / layout.replicas
     )
 
 

@@ -28,7 +28,7 @@ from ..costs.layers import (
 )
 from ..costs.mixers import mixer_costs
 from ..costs.mlp import mlp_width
-from ..costs.optimizer_states import orthogonalized
+from ..costs.optimizer_states import step_matmuls
 from ..costs.records import (
     COMBINE,
     DISPATCH,
@@ -124,16 +124,9 @@ class Work:
 Pieces = list[tuple[Work, int]]  # work, and how often it is done
 
 
-def muon(run: RunConfig, stage: int) -> Work:
-    return Work(
-        matmuls=tuple(
-            Matmul(
-                m=sides[0], n=sides[1], k=sides[2], times=count * run.optimizer.muon_num_ns_steps
-            )
-            for (m, n), count in orthogonalized(run, stage).items()
-            for sides in ((m, m, n), (m, m, m), (m, n, m))
-        )
-    )
+def optimizer_matmuls(run: RunConfig, stage: int) -> Work:
+    matmuls = step_matmuls(run, stage)
+    return Work(matmuls=tuple(Matmul(m=m, n=n, k=k, times=count) for count, m, n, k in matmuls))
 
 
 _NO_MIXER = {"qkv": 0, "context": 0, "scores": 0}

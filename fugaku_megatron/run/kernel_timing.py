@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..comm.base import SoloComm
 from ..config.model import ModelConfig
-from ..config.rows import ACTIVATIONS, NORMS, RMS_NORM
+from ..config.rows import ACTIVATIONS
 from ..config.run_config import RunConfig
 from ..costs.sizes import vocabulary_rows
 from ..host.timing import timings
@@ -105,7 +105,7 @@ def _add_and_normalize(model: ModelConfig, x: Tensor) -> Callable[[Ops], Tensor]
     add, norm, norm_bias = (_weight(model.hidden_size, dtype=x.dtype) for _ in range(3))
     dropped = Dropout(model.hidden_dropout, DropoutKey(1, 0, 0, sample_dim=1))
     epsilon = model.layernorm_epsilon
-    if NORMS[model.normalization].kernel == RMS_NORM:
+    if model.norm.kernel is not None and not model.norm.kernel.bias:
         return lambda ops: ops.bias_dropout_add_rms_norm(x, add, x, dropped, norm, epsilon)[1].sum()
     layer_norm = LayerNormArguments(norm, norm_bias, epsilon)
     return lambda ops: ops.bias_dropout_add_layer_norm(x, add, x, dropped, layer_norm)[1].sum()

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...config.fields import check, declarations, flag
 from ...config.model import YARN_DETAILS, ModelConfig
-from ...config.rows import NORMS, RMS_NORM, YARN
+from ...config.rows import YARN
 from ...nn.attention.rotary_angles import frequencies
 from ...text.named_files import read_text
 from ...text.optional_packages import optional_package
@@ -54,6 +54,7 @@ class Kind:
     scaled: supports Llama 3's rope scaling
     only: values that llama.cpp assumes
     grouped: heads may share keys and values
+    numbers: keys of this row alone, and their values
     """
 
     name: str
@@ -61,6 +62,7 @@ class Kind:
     scaled: bool = False
     only: tuple[tuple[str, Any], ...] = ()
     grouped: bool = True
+    numbers: Mapping[str, Callable[[ModelConfig], object]] = field(default_factory=dict)
 
 
 _NORMALIZED = (("moe_router_pre_softmax", False),)
@@ -70,13 +72,24 @@ KINDS = {  # by Hugging Face's model_type
     "llama": Kind("llama", True, True),
     "mistral": Kind("llama", True, True),
     "mixtral": Kind("llama", True, True, _NORMALIZED),
-    "granite": Kind("granite", True),
+    "granite": Kind(
+        "granite",
+        True,
+        numbers={
+            "embedding_scale": lambda model: model.embedding_multiplier,
+            "residual_scale": lambda model: model.residual_multiplier,
+            "logit_scale": lambda model: model.logits_scaling,
+            "attention_scale": lambda model: model.attention_multiplier or model.kv_channels**-0.5,
+        },
+    ),
     "qwen2": Kind("qwen2"),
     "qwen3": Kind("qwen3"),
     "qwen2_moe": Kind("qwen2moe", only=_PLAIN),
     "qwen3_moe": Kind("qwen3moe", only=_NORMALIZED),
     "olmoe": Kind("olmoe", only=_PLAIN, grouped=False),
-    "stablelm": Kind("stablelm"),
+    "stablelm": Kind(
+        "stablelm", numbers={"parallel_residual": lambda model: model.parallel_residual}
+    ),
 }
 
 
@@ -173,23 +186,15 @@ def _add_numbers(writer: Any, model: ModelConfig, row: Kind) -> None:
     writer.add_head_count(model.num_attention_heads)
     writer.add_head_count_kv(model.query_groups)
     writer.add_vocab_size(model.vocab_size)
-    if NORMS[model.normalization].kernel == RMS_NORM:
-        writer.add_layer_norm_rms_eps(model.layernorm_epsilon)
-    else:
-        writer.add_layer_norm_eps(model.layernorm_epsilon)
+    getattr(writer, f"add_{model.norm.gguf}")(model.layernorm_epsilon)
     if model.rotary:
         _add_scaling(writer, model)
         writer.add_rope_freq_base(model.rotary_base)
         writer.add_rope_dimension_count(int(head * model.rotary_percent))
         writer.add_key_length(head)
         writer.add_value_length(head)
-    if row.name == "stablelm":
-        writer.add_parallel_residual(model.parallel_residual)
-    if row.name == "granite":
-        writer.add_embedding_scale(model.embedding_multiplier)
-        writer.add_residual_scale(model.residual_multiplier)
-        writer.add_logit_scale(model.logits_scaling)
-        writer.add_attention_scale(model.attention_multiplier or head**-0.5)
+    for key, value in row.numbers.items():
+        getattr(writer, f"add_{key}")(value(model))
     if model.num_experts:
         writer.add_expert_count(model.num_experts)
         writer.add_expert_used_count(model.moe_router_topk)
