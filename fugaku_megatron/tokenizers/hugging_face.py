@@ -113,6 +113,8 @@ class JapaneseSentencePiece(SentencePieceTokenizer):
 T = TypeVar("T")
 SECONDS = 10.0  # of the process's CPU time for any text, and
 SIZE_PER_SECOND = 10_000  # characters more in a second; published tokenizers take 1,000,000
+# Characters without a thread: the library of expressions has a limit of its own for one place of a text.
+SHORT = 64
 PANIC = (
     "PanicException"  # of the package tokenizers, for a limit of its library of regular expressions
 )
@@ -165,11 +167,14 @@ def limited(where: str, size: int, work: Callable[[], T]) -> T:
     thread = threading.Thread(target=run, name="tokenizer", daemon=True)
     with _native_errors() as discard:
         begin = time.process_time()
-        thread.start()
-        thread.join(limit)
-        # while other programs have the CPU
-        while thread.is_alive() and time.process_time() < begin + limit:
-            thread.join(1.0)
+        if size <= SHORT:
+            run()
+        else:
+            thread.start()
+            thread.join(limit)
+            # while other programs have the CPU
+            while thread.is_alive() and time.process_time() < begin + limit:
+                thread.join(1.0)
         panicked = any(type(error).__name__ == PANIC for error in errors)
         if panicked:
             discard()
