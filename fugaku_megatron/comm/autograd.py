@@ -95,6 +95,43 @@ def apply_conjugates(
     return result
 
 
+class _Saving(Function[Any]):
+    @staticmethod
+    def forward(
+        ctx: Any, forward: Callable[[], Any], backward: Callable[..., Any], *tensors: Tensor
+    ) -> Any:
+        result, saved = forward()
+        ctx.save_for_backward(*saved)
+        ctx.gradients = backward
+        ctx.others = len(tensors)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Gradients:
+        found = ctx.gradients(*grads, *ctx.saved_tensors)
+        own = (found,) if isinstance(found, Tensor) else found
+        return None, None, *own, *(None for _ in range(ctx.others - len(own)))
+
+
+Saved = tuple[Tensor | None, ...]
+
+
+def apply_saving(
+    forward: Callable[[], tuple[Result, Saved]],
+    backward: Callable[..., Any],
+    *tensors: Tensor | None,
+) -> Result:
+    """Return forward's result, with gradients of the first of `tensors`, in order; the others need a backward alone.
+
+    Tensors that backward reads are saved, and not read from an enclosing function: autograd then frees them after use.
+
+    forward: computes the result, a tensor or a tuple, and the saved tensors
+    backward: computes gradients of tensors from the result's gradients and the saved tensors
+    """
+    result: Result = _Saving.apply(forward, backward, *tensors)
+    return result
+
+
 def _identity(tensor: Tensor, comm: Comm) -> Tensor:
     return tensor.view_as(tensor)
 

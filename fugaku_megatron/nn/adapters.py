@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..comm.autograd import Function, Gradients
+from ..comm.autograd import Function, Gradients, Saved, apply_saving
 from ..config.layer_kinds import FC1, IN_PROJ, QKV
 from ..config.lora import (
     DROPOUT_COLUMNS,
@@ -141,7 +141,7 @@ class Adapter(nn.Module):
         return merged(weight, self.lora_a, self.lora_b, self.mask(), self.lora.scale)
 
     def up(self, y: Tensor, t: Tensor) -> Tensor:
-        return _Up.apply(self.ops, y, t, self.lora_b, self.mask(), self.lora.scale)
+        return _up(self.ops, y, t, self.lora_b, self.mask(), self.lora.scale)
 
 
 def row_mask(
@@ -236,40 +236,26 @@ def _accumulate_up(b: Tensor, total: Tensor, mask: Tensor | None, scale: float) 
     gradient_of(b).add_(total.view(b.shape), alpha=scale)
 
 
-class _Up(Function[Tensor]):
-    """y + scale t B^T."""
+def _up(ops: Ops, y: Tensor, t: Tensor, b: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Return y + scale t B^T."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, ops: Ops, y: Tensor, t: Tensor, b: Tensor, mask: Tensor | None, scale: float
-    ) -> Tensor:
+    def forward() -> tuple[Tensor, Saved]:
         rows = as_rows(t)
         whole = expanded(b, mask, scale)
         out = rows.new_empty(len(rows), len(whole))
         ops.matmul(rows, whole, out)
-        ctx.save_for_backward(rows, *([] if mask is None else [mask]))
-        ctx.ops = ops
-        ctx.b = b
-        ctx.scale = scale
-        ctx.shape = t.shape
-        return out.view(y.shape).add_(y)
+        return out.view(y.shape).add_(y), (rows,)
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Gradients:
-        rows, *masks = ctx.saved_tensors
-        ops = ctx.ops
-        b = ctx.b
-        scale = ctx.scale
-        mask = masks[0] if masks else None
+    def backward(dy: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         rows_dy = as_rows(dy)
-
-        def gradient() -> None:
-            _accumulate_up(b, ops.outer_sum(rows_dy, rows), mask, scale)
-
-        ops.weight_gradients.add(gradient)
+        ops.weight_gradients.add(
+            lambda: _accumulate_up(b, ops.outer_sum(rows_dy, rows), mask, scale)
+        )
         dt = torch.empty_like(rows)
         ops.data_gradient(rows_dy, expanded(b, mask, scale), dt)
-        return None, dy, dt.view(ctx.shape), None, None, None
+        return dy, dt.view(*dy.shape[:-1], -1)
+
+    return apply_saving(forward, backward, y, t, b)
 
 
 def activated_linear(

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from ..comm.all_to_all import AllToAll, GroupedAllToAll, copy_rows, sum_copied_rows
 from ..comm.autograd import (
-    Function,
-    Gradients,
+    Saved,
     apply_conjugates,
+    apply_saving,
     gather_sequence,
 )
 from ..comm.base import Comm
@@ -33,7 +33,7 @@ from .layers import Context
 from .ops import Ops
 from .ops.activation import Activation
 from .parameter import as_rows, gradient_of, is_frozen, row_groups
-from .router import Router, SmallLinear
+from .router import Router, small_linear
 
 
 @dataclass(frozen=True)
@@ -217,65 +217,58 @@ class ExpertWeights(NamedTuple):
         return dfactors
 
 
-class _Experts(Function[Tensor]):
-    """Sum of score x expert: x (s, b, h), scores (rows, k) -> (rows, h).
+def _sum_of_experts(
+    ops: Any,
+    x: Tensor,
+    scores: Tensor,
+    order: Order,
+    weights: ExpertWeights,
+    needs_values: bool,
+) -> Tensor:
+    """Return the sum of score x expert: x (s, b, h), scores (rows, k) -> (rows, h).
 
     Scores multiply the second matmul's input.
     """
+    counts = order.counts
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        ops: Any,
-        x: Tensor,
-        scores: Tensor,
-        order: Order,
-        weights: ExpertWeights,
-        needs_values: bool,
-    ) -> Tensor:
+    def forward() -> tuple[Tensor, Saved]:
         weight1, weight2, activation = weights.matrices
         rows = as_rows(x)
         factors = scores.detach().flatten()[order.pairs]  # (n,)
         inputs = order.dispatch(rows)
         pre = rows.new_empty(len(order.pairs), weight1[0, ..., 0].numel())
-        ops.grouped_matmul(inputs, weight1, order.counts, pre)
-        weights.add_first_bias(pre, order.counts)
-        ctx.save_for_backward(x, pre, factors)
-        ctx.ops = ops
-        ctx.order = order
-        ctx.weights = weights
+        ops.grouped_matmul(inputs, weight1, counts, pre)
+        weights.add_first_bias(pre, counts)
         if not needs_values:
-            return x.new_empty(1).expand(len(rows), weight2.shape[1])
+            return x.new_empty(1).expand(len(rows), weight2.shape[1]), (x, pre, factors)
         inner = ops.scaled_gate(pre, factors, activation)
         out = rows.new_empty(len(pre), weight2.shape[1])
-        ops.grouped_matmul(inner, weight2, order.counts, out)
-        weights.add_second_bias(out, order.counts, factors)
-        return order.combine(out)
+        ops.grouped_matmul(inner, weight2, counts, out)
+        weights.add_second_bias(out, counts, factors)
+        return order.combine(out), (x, pre, factors)
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Gradients:
-        x, pre, factors = ctx.saved_tensors
-        weight1, weight2, activation = ctx.weights.matrices
-        ops = ctx.ops
-        order = ctx.order
+    def backward(dy: Tensor, x: Tensor, pre: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+        weight1, weight2, activation = weights.matrices
         dout = order.dispatch(as_rows(dy))  # (n, h)
         inner = pre.new_empty(len(pre), weight2.shape[2])
         dpre = torch.empty_like(pre)
-        ops.grouped_data_gradient(dout, weight2, order.counts, inner)
+        ops.grouped_data_gradient(dout, weight2, counts, inner)
         dscores = torch.zeros(order.places.numel())
         dscores[order.pairs] = ops.scaled_gate_gradient(
             inner, pre, factors, dpre, activation
         )  # inner then has its value
-        ops.grouped_weight_gradient(dout, inner, weight2, order.counts)
-        dscores[order.pairs] += ctx.weights.second_bias_gradient(dout, order.counts, factors)
+        ops.grouped_weight_gradient(dout, inner, weight2, counts)
+        dscores[order.pairs] += weights.second_bias_gradient(dout, counts, factors)
         del dout, inner
         inputs = order.dispatch(as_rows(x).detach())
         dinputs = torch.empty_like(inputs)
-        ops.grouped_weight_gradient(dpre, inputs, weight1, order.counts)
-        ctx.weights.add_first_bias_gradient(dpre, order.counts)
-        ops.grouped_data_gradient(dpre, weight1, order.counts, dinputs)
+        ops.grouped_weight_gradient(dpre, inputs, weight1, counts)
+        weights.add_first_bias_gradient(dpre, counts)
+        ops.grouped_data_gradient(dpre, weight1, counts, dinputs)
         dx = order.combine(dinputs).view_as(x)
-        return None, dx, dscores.view_as(order.places), None, None, None
+        return dx, dscores.view_as(order.places)
+
+    return apply_saving(forward, backward, x, scores)
 
 
 class ExpertLinear(nn.Module):
@@ -360,7 +353,7 @@ class SharedExpert(nn.Module):
         y: Tensor = self.mlp(x, replace(forward_pass, needs_values=True))
         if self.gate_weight is None:
             return y
-        gate = torch.sigmoid(SmallLinear.apply(self.context.ops, x, self.gate_weight))
+        gate = torch.sigmoid(small_linear(self.context.ops, x, self.gate_weight))
         return y * gate.view(*x.shape[:2], 1).to(y.dtype)
 
 
@@ -426,7 +419,7 @@ class Experts(nn.Module):
             (context.etp or context.tp).size,
         )
         ops = experts.ops(context.ops)
-        return _Experts.apply(ops, x, scores, order, weights, forward_pass.needs_values)
+        return _sum_of_experts(ops, x, scores, order, weights, forward_pass.needs_values)
 
     def _exchanged(
         self, x: Tensor, scores: Tensor, chosen: Tensor, forward_pass: Pass, ep: Comm, etp: Comm

@@ -8,12 +8,11 @@ e experts, k experts per token.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..comm.autograd import Function, Gradients
+from ..comm.autograd import Saved, apply_saving
 from ..config.experts import SEQUENCE_AUX, SIGMOID
 from ..config.model import ModelConfig
 from .forward_context import Pass
@@ -26,59 +25,41 @@ SINKHORN_TOLERANCE = 1e-4  # as in Megatron-LM
 SINKHORN_ROUNDS = 1000
 
 
-class SmallLinear(Function[Tensor]):
-    """A linear layer with few outputs, computed in FP32."""
+def small_linear(ops: Ops, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x W^T + bias in FP32, with few outputs. x (s, b, h), weight (e, h), bias (e,) -> (rows, e)."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, ops: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None
-    ) -> Tensor:
-        """Return x W^T + bias. x (s, b, h), weight (e, h), bias (e,) -> (rows, e)."""
-        ctx.save_for_backward(x)
-        ctx.ops = ops
-        ctx.weight = weight
-        ctx.bias = bias
+    def forward() -> tuple[Tensor, Saved]:
         y = as_rows(x).float() @ weight.detach().float().t()
-        return y if bias is None else y + bias.detach().float()
+        return y if bias is None else y + bias.detach().float(), (x,)
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Gradients:
-        (x,) = ctx.saved_tensors
-        weight = ctx.weight
-        if ctx.bias is not None:
-            accumulate(ctx.bias, dy.sum(0))
+    def backward(dy: Tensor, x: Tensor) -> Tensor:
+        if bias is not None:
+            accumulate(bias, dy.sum(0))
         rows = as_rows(x).detach()
-        ctx.ops.weight_gradients.add(lambda: accumulate(weight, dy.t() @ rows.float()))
-        return None, (dy @ weight.detach().float()).to(x.dtype).view_as(x), None, None
+        ops.weight_gradients.add(lambda: accumulate(weight, dy.t() @ rows.float()))
+        return (dy @ weight.detach().float()).to(x.dtype).view_as(x)
+
+    return apply_saving(forward, backward, x, weight, bias)
 
 
-class _Counted(Function[Tensor]):
-    """Identity of the scores; backward adds each expert's tokens beyond the mean, (e,), to the bias gradient."""
+def _counted(ops: Ops, scores: Tensor, counts: Tensor, bias: Tensor) -> Tensor:
+    """Return the scores; backward adds each expert's tokens beyond the mean, (e,), to the bias gradient."""
+    excess = counts - counts.mean()
 
-    @staticmethod
-    def forward(ctx: Any, ops: Any, scores: Tensor, counts: Tensor, bias: Tensor) -> Tensor:
-        ctx.ops = ops
-        ctx.excess = counts - counts.mean()
-        ctx.bias = bias
-        return scores.view_as(scores)
+    def backward(dscores: Tensor) -> Tensor:
+        ops.weight_gradients.add(partial(accumulate, bias, excess))
+        return dscores
 
-    @staticmethod
-    def backward(ctx: Any, dscores: Tensor) -> Gradients:
-        ctx.ops.weight_gradients.add(partial(accumulate, ctx.bias, ctx.excess))
-        return None, dscores, None, None
+    return apply_saving(lambda: (scores.view_as(scores), ()), backward, scores, bias)
 
 
-class _WithLoss(Function[Tensor]):
-    """Identity of the scores; backward adds `factor` to the gradient of `loss` ()."""
+def _with_loss(scores: Tensor, loss: Tensor, factor: float) -> Tensor:
+    """Return the scores; backward adds `factor` to the gradient of `loss` ()."""
 
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, loss: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return scores.view_as(scores)
+    def backward(dscores: Tensor) -> tuple[Tensor, Tensor]:
+        return dscores, torch.tensor(factor, dtype=torch.float32)
 
-    @staticmethod
-    def backward(ctx: Any, dscores: Tensor) -> Gradients:
-        return dscores, torch.tensor(ctx.factor, dtype=torch.float32), None
+    return apply_saving(lambda: (scores.view_as(scores), ()), backward, scores, loss)
 
 
 def route(
@@ -177,7 +158,7 @@ class Router(nn.Module):
         """Return (scores in FP32, experts), both (rows, k). Rows of padding are arbitrary."""
         ops = self.context.ops
         model = self.context.model
-        logits = SmallLinear.apply(ops, x, self.weight, self.bias)
+        logits = small_linear(ops, x, self.weight, self.bias)
         padding = forward_pass.documents.padding
         ranks = self._ranks(logits, padding) if model.sinkhorn and forward_pass.training else None
         scores, chosen = route(ops, logits, self.expert_bias, model, ranks)
@@ -190,7 +171,7 @@ class Router(nn.Module):
         if torch.is_grad_enabled():
             scores = self._with_losses(scores, logits, chosen, x.shape[1], forward_pass, load)
             if self.expert_bias is not None:
-                scores = _Counted.apply(ops, scores, counts, self.expert_bias)
+                scores = _counted(ops, scores, counts, self.expert_bias)
         self.loads[forward_pass.first_sample] = load
         return scores, chosen
 
@@ -225,9 +206,7 @@ class Router(nn.Module):
             else:
                 z_loss = squares[~own].sum() / max(int((~padding).sum()), 1)
             load[-1] = weight * z_loss.detach()
-            scores = _WithLoss.apply(
-                scores, model.moe_z_loss_coeff * z_loss, balance_factor * weight
-            )
+            scores = _with_loss(scores, model.moe_z_loss_coeff * z_loss, balance_factor * weight)
         for kind, factor in model.balances:
             shares, hits = balancing_scores(logits, chosen, model)
             if own is not None:
@@ -244,7 +223,7 @@ class Router(nn.Module):
                 tokens = (~padding).sum(0).view(sets, -1).sum(1)
             loss = balancing_loss(shares, counts, tokens, model.moe_router_topk)
             load[-2] += weight * loss.detach()
-            scores = _WithLoss.apply(scores, factor * loss, balance_factor * weight)
+            scores = _with_loss(scores, factor * loss, balance_factor * weight)
         return scores
 
     def take_load(self) -> Tensor:

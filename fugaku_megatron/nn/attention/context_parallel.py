@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ...comm.all_to_all import AllToAll
-from ...comm.autograd import Function, Gradients, apply_conjugates
+from ...comm.autograd import Saved, apply_conjugates, apply_saving
 from ...comm.base import DONE, Comm, Handle
 from ...config.parallel import ALLGATHER
 from ...costs.context_parallel import rank_segments, segment_numbers, span, visible_keys
@@ -360,43 +359,31 @@ class _Passed:
         return total
 
 
-class _SharedAttention(Function[Tensor]):
-    @staticmethod
-    def forward(
-        ctx: Any, ops: Any, qkv: Tensor, call: SharedCall, cp: Comm, cp_comm_type: str
-    ) -> Tensor:
-        qkv = qkv.contiguous()
-        ctx.ops = ops
-        ctx.call = call
-        ctx.cp = cp
-        ctx.kind = _Gathered if cp_comm_type == ALLGATHER else _Passed
-        result = Result(len(qkv), qkv.shape[1], call)
-        for block, kv in ctx.kind(cp, call, keys_of(qkv, call.heads).flatten(2).contiguous()):
-            result.merge(block.rows, *ops.attend_block(call, block, qkv[block.rows], kv))
-        out = result.total.flatten(2).to(qkv.dtype)
-        ctx.save_for_backward(qkv, out, result.lse)
-        return out
+def shared_attention(
+    ops: Any, qkv: Tensor, call: SharedCall, cp: Comm, cp_comm_type: str
+) -> Tensor:
+    """Return causal attention of this rank's rows, qkv -> (r, b, n d). cp_comm_type: p2p or allgather."""
+    heads = call.heads
+    exchange = _Gathered if cp_comm_type == ALLGATHER else _Passed
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> Gradients:
-        qkv, out, lse = ctx.saved_tensors
-        call = ctx.call
-        heads = call.heads
+    def forward() -> tuple[Tensor, Saved]:
+        rows = qkv.contiguous()
+        result = Result(len(rows), rows.shape[1], call)
+        for block, kv in exchange(cp, call, keys_of(rows, heads).flatten(2).contiguous()):
+            result.merge(block.rows, *ops.attend_block(call, block, rows[block.rows], kv))
+        out = result.total.flatten(2).to(rows.dtype)
+        return out, (rows, out, result.lse)
+
+    def backward(dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor) -> Tensor:
         if call.sinks is not None:
             call.sinks.backward(out, lse, dout)
         whole = AttentionGradients(qkv, out, lse, dout.contiguous(), torch.zeros(qkv.shape))
 
         def add(block: Block, kv: Tensor, dkv: Tensor) -> None:
-            ctx.ops.add_block_gradients(call, block, whole.of_rows(block.rows), kv, dkv)
+            ops.add_block_gradients(call, block, whole.of_rows(block.rows), kv, dkv)
 
-        dkv = ctx.kind(ctx.cp, call, keys_of(qkv, heads).flatten(2).contiguous()).gradients(add)
+        dkv = exchange(cp, call, keys_of(qkv, heads).flatten(2).contiguous()).gradients(add)
         keys_of(whole.dqkv, heads).copy_(dkv.view(*dkv.shape[:2], heads.groups, 2, heads.head_size))
-        return None, whole.dqkv.to(qkv.dtype), None, None, None
+        return whole.dqkv.to(qkv.dtype)
 
-
-def shared_attention(
-    ops: Any, qkv: Tensor, call: SharedCall, cp: Comm, cp_comm_type: str
-) -> Tensor:
-    """Return causal attention of this rank's rows, qkv -> (r, b, n d). cp_comm_type: p2p or allgather."""
-    return _SharedAttention.apply(ops, qkv, call, cp, cp_comm_type)
+    return apply_saving(forward, backward, qkv)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...comm.autograd import Function, Gradients
+from ...comm.autograd import Saved, apply_saving
 from ..attention.heads import Heads
 from ..attention.kv_cache import LayerCache
 from ..attention.sinks import Sinks
@@ -45,36 +45,31 @@ def attention(
     """
     if ops.is_native("attention"):
         mask = {"window": window, "starts": starts}
-        return _NativeAttention.apply(ops.kernels, qkv, heads, dropped, mask)
+        return _native_attention(ops.kernels, qkv, heads, dropped, mask)
     drop = partial(dropout, ops, dropped=dropped) if dropped.p else None
     return _torch_attention(qkv, heads, window, drop, starts)
 
 
-class _NativeAttention(Function[Tensor]):
-    @staticmethod
-    def forward(
-        ctx: Any, kernels: Any, qkv: Tensor, heads: Heads, dropped: Dropout, mask: dict[str, Any]
-    ) -> Tensor:
-        qkv = qkv.contiguous()
-        s, b, _ = qkv.shape
-        out = qkv.new_empty(s, b, heads.heads * heads.head_size)
-        lse = qkv.new_empty(b, heads.heads, s, dtype=torch.float32)
-        ctx.kernels = kernels
-        ctx.mask = mask
-        key = dropped.key
-        ctx.dropped = (dropped.p, key.seed, key.stream, key.first_sample, key.row0 // s)
-        kernels.attention_forward(qkv, out, lse, *ctx.dropped, **mask)
-        ctx.save_for_backward(qkv, out, lse)
-        return out
+def _native_attention(
+    kernels: Any, qkv: Tensor, heads: Heads, dropped: Dropout, mask: dict[str, Any]
+) -> Tensor:
+    s, b, _ = qkv.shape
+    key = dropped.key
+    drop = (dropped.p, key.seed, key.stream, key.first_sample, key.row0 // s)
 
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> Gradients:
-        qkv, out, lse = ctx.saved_tensors
+    def forward() -> tuple[Tensor, Saved]:
+        rows = qkv.contiguous()
+        out = rows.new_empty(s, b, heads.heads * heads.head_size)
+        lse = rows.new_empty(b, heads.heads, s, dtype=torch.float32)
+        kernels.attention_forward(rows, out, lse, *drop, **mask)
+        return out, (rows, out, lse)
+
+    def backward(dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor) -> Tensor:
         dqkv = torch.empty_like(qkv)
-        ctx.kernels.attention_backward(
-            qkv, out, lse, dout.contiguous(), dqkv, *ctx.dropped, **ctx.mask
-        )
-        return None, dqkv, None, None, None
+        kernels.attention_backward(qkv, out, lse, dout.contiguous(), dqkv, *drop, **mask)
+        return dqkv
+
+    return apply_saving(forward, backward, qkv)
 
 
 def _visible_keys(s: int, window: int | None, starts: Tensor | None) -> Tensor | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...comm.autograd import Function, Gradients
+from ...comm.autograd import Gradients, Saved, apply_saving
 from ...costs.delta_net import CHUNK
 from ..parameter import accumulate, as_rows, vector_gradient
 from .backend import Backend
@@ -60,30 +60,23 @@ def delta_gates(
 
     alpha, beta: (s, b, value_heads). a_log, dt_bias: parameters (value_heads).
     """
-    return DeltaGates(*_Gates.apply(alpha, beta, a_log, dt_bias))
 
-
-class _Gates(Function[tuple[Tensor, Tensor]]):
-    @staticmethod
-    def forward(
-        ctx: Any, alpha: Tensor, beta: Tensor, a_log: Tensor, dt_bias: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward() -> tuple[tuple[Tensor, Tensor], Saved]:
         decay = -a_log.float().exp() * F.softplus(alpha.float() + dt_bias.float())
         strength = torch.sigmoid(beta.float())
-        ctx.save_for_backward(alpha, decay, strength)
-        ctx.parameters = (a_log, dt_bias)
-        return decay, strength
+        return (decay, strength), (alpha, decay, strength)
 
-    @staticmethod
-    def backward(ctx: Any, ddecay: Tensor, dstrength: Tensor) -> Gradients:
-        alpha, decay, strength = ctx.saved_tensors
-        a_log, dt_bias = ctx.parameters
+    def backward(
+        ddecay: Tensor, dstrength: Tensor, alpha: Tensor, decay: Tensor, strength: Tensor
+    ) -> tuple[Tensor, Tensor]:
         slope = -a_log.float().exp() * torch.sigmoid(alpha.float() + dt_bias.float())
         dalpha = ddecay * slope
         accumulate(a_log, as_rows(ddecay * decay).sum(0))
         accumulate(dt_bias, as_rows(dalpha).sum(0))
         dbeta = dstrength * strength * (1 - strength)
-        return dalpha.to(alpha.dtype), dbeta.to(alpha.dtype), None, None
+        return dalpha.to(alpha.dtype), dbeta.to(alpha.dtype)
+
+    return DeltaGates(*apply_saving(forward, backward, alpha, beta, a_log, dt_bias))
 
 
 class _Rule(NamedTuple):
@@ -109,56 +102,33 @@ def gated_delta_rule(
         state = qkv.new_zeros(shape, dtype=torch.float32)
     rule = _Rule(heads, starts)
     if ops.is_native("attention"):
-        return _NativeRule.apply(ops.kernels, qkv, *gates, rule, state)
-    return _TorchRule.apply(qkv, *gates, rule, state)
+        return _native_rule(ops.kernels, qkv, gates, rule, state)
+    return _torch_rule(qkv, gates, rule, state)
 
 
-class _NativeRule(Function[tuple[Tensor, Tensor]]):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        kernels: Any,
-        qkv: Tensor,
-        decay: Tensor,
-        beta: Tensor,
-        rule: _Rule,
-        state: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        qkv = qkv.contiguous()
-        decay = decay.contiguous()
-        beta = beta.contiguous()
+def _native_rule(
+    kernels: Any, qkv: Tensor, gates: DeltaGates, rule: _Rule, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    starts = rule.starts
+
+    def forward() -> tuple[tuple[Tensor, Tensor], Saved]:
+        inputs = (qkv.contiguous(), gates.decay.contiguous(), gates.beta.contiguous())
         s, b, _ = qkv.shape
         segments = -(-s // kernels.DELTA_SEGMENT)
         states = state.new_empty(segments + 1, *state.shape)
         states[0] = state
         out = qkv.new_empty(s, b, rule.heads.value_heads * rule.heads.value_size)
-        kernels.delta_rule_forward(qkv, decay, beta, states, out, starts=rule.starts)
-        ctx.save_for_backward(qkv, decay, beta, states)
-        ctx.kernels = kernels
-        ctx.starts = rule.starts
-        return out, states[-1].clone()
+        kernels.delta_rule_forward(*inputs, states, out, starts=starts)
+        return (out, states[-1].clone()), (*inputs, states)
 
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor, dstate: Tensor) -> Gradients:
-        qkv, decay, beta, states = ctx.saved_tensors
-        dqkv = torch.empty_like(qkv)
-        ddecay = torch.empty_like(decay)
-        dbeta = torch.empty_like(beta)
+    def backward(dout: Tensor, dstate: Tensor, *saved: Tensor) -> Gradients:
+        gradients = [torch.empty_like(x) for x in saved[:3]]
         # The kernel replaces the gradient of the last state by that of the first.
         dstate = dstate.clone(memory_format=torch.contiguous_format)
-        ctx.kernels.delta_rule_backward(
-            qkv,
-            decay,
-            beta,
-            states,
-            dout.contiguous(),
-            dstate,
-            dqkv,
-            ddecay,
-            dbeta,
-            starts=ctx.starts,
-        )
-        return None, dqkv, ddecay, dbeta, None, dstate
+        kernels.delta_rule_backward(*saved, dout.contiguous(), dstate, *gradients, starts=starts)
+        return *gradients, dstate
+
+    return apply_saving(forward, backward, qkv, *gates, state)
 
 
 class _Chunk(NamedTuple):
@@ -311,37 +281,34 @@ def _unit_gradient(dunit: Tensor, unit: Tensor, reciprocal: Tensor) -> Tensor:
     return reciprocal * (dunit - unit * along)
 
 
-class _TorchRule(Function[tuple[Tensor, Tensor]]):
-    @staticmethod
-    def forward(
-        ctx: Any, qkv: Tensor, decay: Tensor, beta: Tensor, rule: _Rule, state: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        s, b, _ = qkv.shape
-        heads = rule.heads
-        out = qkv.new_empty(s, b, heads.value_heads, heads.value_size)
-        states = []
-        for first in range(0, s, CHUNK):
-            chunk, _ = _read_chunk(qkv, DeltaGates(decay, beta), rule, first)
-            states.append(state)
-            results, state = _chunk_results(chunk, state, heads.key_size**-0.5)
-            out[first : first + CHUNK] = results.permute(2, 0, 1, 3)
-        ctx.save_for_backward(qkv, decay, beta, *states)
-        ctx.rule = rule
-        return out.flatten(2), state
+def _torch_rule(
+    qkv: Tensor, gates: DeltaGates, rule: _Rule, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    heads = rule.heads
+    firsts = range(0, len(qkv), CHUNK)
 
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor, dstate: Tensor) -> Gradients:
-        qkv, decay, beta, *states = ctx.saved_tensors
-        heads = ctx.rule.heads
+    def forward() -> tuple[tuple[Tensor, Tensor], Saved]:
+        out = qkv.new_empty(*qkv.shape[:2], heads.value_heads, heads.value_size)
+        states = [state]
+        for first in firsts:
+            chunk, _ = _read_chunk(qkv, gates, rule, first)
+            results, after = _chunk_results(chunk, states[-1], heads.key_size**-0.5)
+            states.append(after)
+            out[first : first + CHUNK] = results.permute(2, 0, 1, 3)
+        return (out.flatten(2), states.pop()), (qkv, *gates, *states)
+
+    def backward(
+        dout: Tensor, dstate: Tensor, qkv: Tensor, decay: Tensor, beta: Tensor, *states: Tensor
+    ) -> Gradients:
         dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
         ddecay = torch.empty_like(decay)
         dbeta = torch.empty_like(beta)
         dheads = dout.unflatten(-1, (-1, heads.value_size))
-        for first in reversed(range(0, len(qkv), CHUNK)):
+        for first, state in zip(reversed(firsts), reversed(states), strict=True):
             tokens = slice(first, first + CHUNK)
-            chunk, lengths = _read_chunk(qkv, DeltaGates(decay, beta), ctx.rule, first)
+            chunk, lengths = _read_chunk(qkv, DeltaGates(decay, beta), rule, first)
             dresults = dheads[tokens].permute(1, 2, 0, 3).float() * heads.key_size**-0.5
-            gradients, dstate = _chunk_gradients(chunk, states.pop(), dresults, dstate)
+            gradients, dstate = _chunk_gradients(chunk, state, dresults, dstate)
             dqueries, dkeys, dvalues = heads.split(dqkv[tokens])
             dvalues.copy_(gradients.values.permute(2, 0, 1, 3).unflatten(2, (-1, heads.group)))
             for d, dunit, unit, length in zip(
@@ -352,7 +319,9 @@ class _TorchRule(Function[tuple[Tensor, Tensor]]):
                 d.copy_(_unit_gradient(summed, first_unit, length).permute(2, 0, 1, 3))
             ddecay[tokens] = gradients.decay.permute(2, 0, 1)
             dbeta[tokens] = gradients.beta.permute(2, 0, 1)
-        return dqkv, ddecay, dbeta, None, dstate
+        return dqkv, ddecay, dbeta, dstate
+
+    return apply_saving(forward, backward, qkv, *gates, state)
 
 
 def cached_delta_rule(
@@ -399,44 +368,36 @@ def causal_convolution(
     weight: parameter (channels, w), the token itself last. starts: see `gated_delta_rule`.
     earlier: (w - 1, b, channels), inputs before the first token; None: zeros.
     """
-    function = _NativeConvolution if ops.is_native("rowwise") else _TorchConvolution
-    return function.apply(ops.kernels, x, weight, starts, earlier)
+    if ops.is_native("rowwise"):
+        return _native_convolution(ops.kernels, x, weight, starts, earlier)
+    return _torch_convolution(x, weight, starts, earlier)
 
 
-class _NativeConvolution(Function[Tensor]):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        kernels: Any,
-        x: Tensor,
-        weight: Tensor,
-        starts: Tensor | None,
-        earlier: Tensor | None,
-    ) -> Tensor:
+def _native_convolution(
+    kernels: Any, x: Tensor, weight: Tensor, starts: Tensor | None, earlier: Tensor | None
+) -> Tensor:
+    def forward() -> tuple[Tensor, Saved]:
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        earlier = None if earlier is None else earlier.contiguous()
-        kernels.convolution_forward(x, weight, y, starts=starts, earlier=earlier)
-        ctx.save_for_backward(x, starts, earlier)
-        ctx.kernels = kernels
-        ctx.weight = weight
-        return y
+        before = None if earlier is None else earlier.contiguous()
+        kernels.convolution_forward(x, weight, y, starts=starts, earlier=before)
+        return y, (x, before)
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Gradients:
-        x, starts, earlier = ctx.saved_tensors
+    def backward(dy: Tensor, x: Tensor, earlier: Tensor | None) -> Gradients:
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         dearlier = None if earlier is None else torch.empty_like(earlier)
-        ctx.kernels.convolution_backward(
+        kernels.convolution_backward(
             dy.contiguous(),
             x,
-            ctx.weight,
+            weight,
             dx,
-            vector_gradient(ctx.weight),
+            vector_gradient(weight),
             starts=starts,
             earlier=earlier,
             dearlier=dearlier,
         )
-        return None, dx, None, None, dearlier
+        return dx, dearlier
+
+    return apply_saving(forward, backward, x, earlier, weight)
 
 
 def _taps(x: Tensor, width: int, starts: Tensor | None, earlier: Tensor | None) -> list[Tensor]:
@@ -463,27 +424,17 @@ def _convolve(taps: list[Tensor], weight: Tensor) -> Tensor:
     return total
 
 
-class _TorchConvolution(Function[Tensor]):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        kernels: Any,
-        x: Tensor,
-        weight: Tensor,
-        starts: Tensor | None,
-        earlier: Tensor | None,
-    ) -> Tensor:
-        taps = _taps(x, weight.shape[1], starts, earlier)
-        total = _convolve(taps, weight)
-        ctx.save_for_backward(x, starts, earlier)
-        ctx.weight = weight
-        return F.silu(total).to(x.dtype)
+def _torch_convolution(
+    x: Tensor, weight: Tensor, starts: Tensor | None, earlier: Tensor | None
+) -> Tensor:
+    s = len(x)
+    width = weight.shape[1]
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Gradients:
-        x, starts, earlier = ctx.saved_tensors
-        weight = ctx.weight
-        s, width = len(x), weight.shape[1]
+    def forward() -> tuple[Tensor, Saved]:
+        total = _convolve(_taps(x, width, starts, earlier), weight)
+        return F.silu(total).to(x.dtype), (x, earlier)
+
+    def backward(dy: Tensor, x: Tensor, earlier: Tensor | None) -> Gradients:
         taps = _taps(x, width, starts, earlier)
         total = _convolve(taps, weight)
         sigmoid = torch.sigmoid(total)
@@ -495,7 +446,9 @@ class _TorchConvolution(Function[Tensor]):
         for tap, visible in enumerate(_taps(ones, width, starts, before)):
             dpadded[tap : tap + s] += dtotal * visible * weight[:, tap].float()
         dearlier = None if earlier is None else dpadded[: width - 1].to(x.dtype)
-        return None, dpadded[width - 1 :].to(x.dtype), None, None, dearlier
+        return dpadded[width - 1 :].to(x.dtype), dearlier
+
+    return apply_saving(forward, backward, x, earlier, weight)
 
 
 def cached_convolution(
@@ -516,8 +469,9 @@ def cached_convolution(
 
 def gated_rms_norm(ops: Backend, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Return the RMS norm of each head of x times silu(gate), computed in FP32. x, gate: (..., heads, h). weight: parameter (h)."""
-    function = _NativeGatedNorm if ops.is_native("rowwise") else _TorchGatedNorm
-    return function.apply(ops.kernels, x, gate, weight, epsilon)
+    if ops.is_native("rowwise"):
+        return _native_gated_norm(ops.kernels, x, gate, weight, epsilon)
+    return _torch_gated_norm(x, gate, weight, epsilon)
 
 
 def _tokens(x: Tensor) -> Tensor:
@@ -525,22 +479,16 @@ def _tokens(x: Tensor) -> Tensor:
     return x.flatten(0, -3) if x.dim() > 3 else x
 
 
-class _NativeGatedNorm(Function[Tensor]):
-    @staticmethod
-    def forward(
-        ctx: Any, kernels: Any, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float
-    ) -> Tensor:
-        x = x.contiguous()
-        y = torch.empty_like(x)
-        kernels.gated_norm(_tokens(x), _tokens(gate), weight, _tokens(y), epsilon)
-        ctx.save_for_backward(x, gate)
-        ctx.call = (kernels, weight, epsilon)
-        return y
+def _native_gated_norm(
+    kernels: Any, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float
+) -> Tensor:
+    def forward() -> tuple[Tensor, Saved]:
+        rows = x.contiguous()
+        y = torch.empty_like(rows)
+        kernels.gated_norm(_tokens(rows), _tokens(gate), weight, _tokens(y), epsilon)
+        return y, (rows, gate)
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Gradients:
-        kernels, weight, epsilon = ctx.call
-        x, gate = ctx.saved_tensors
+    def backward(dy: Tensor, x: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
         dx = torch.empty_like(x)
         dgate = torch.empty_like(x)
         kernels.gated_norm_backward(
@@ -553,26 +501,22 @@ class _NativeGatedNorm(Function[Tensor]):
             vector_gradient(weight),
             epsilon,
         )
-        return None, dx, dgate, None, None
+        return dx, dgate
+
+    return apply_saving(forward, backward, x, gate, weight)
 
 
-class _TorchGatedNorm(Function[Tensor]):
-    @staticmethod
-    def forward(
-        ctx: Any, kernels: Any, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float
-    ) -> Tensor:
+def _torch_gated_norm(x: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def forward() -> tuple[Tensor, Saved]:
         y, rstd = normalized(x.float(), weight.float(), epsilon)
-        ctx.save_for_backward(x, gate, rstd)
-        ctx.weight = weight
-        return (y * F.silu(gate.float())).to(x.dtype)
+        return (y * F.silu(gate.float())).to(x.dtype), (x, gate, rstd)
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Gradients:
-        x, gate, rstd = ctx.saved_tensors
-        weight = ctx.weight
+    def backward(dy: Tensor, x: Tensor, gate: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
         z = gate.float()
         sigmoid = torch.sigmoid(z)
         dx, dweight = norm_gradients(dy.float() * z * sigmoid, x.float(), rstd, weight.float())
         accumulate(weight, dweight)
         dgate = dy.float() * (x.float() * rstd * weight.float()) * sigmoid * (1 + z * (1 - sigmoid))
-        return None, dx.to(x.dtype), dgate.to(gate.dtype), None, None
+        return dx.to(x.dtype), dgate.to(gate.dtype)
+
+    return apply_saving(forward, backward, x, gate, weight)

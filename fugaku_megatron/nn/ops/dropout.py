@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...comm.autograd import Function, Gradients
+from ...comm.autograd import Saved, apply_conjugates, apply_saving
 from ..dropout_key import Dropout
 from ..parameter import accumulate, gradient_of
 from .backend import Backend
@@ -19,7 +20,10 @@ def dropout(ops: Backend, x: Tensor, dropped: Dropout) -> Tensor:
 
     Both backends use the C++ kernel, so a mask depends on the key alone.
     """
-    return x if dropped.p == 0.0 else _Dropout.apply(ops.kernels, x, dropped)
+    if dropped.p == 0.0:
+        return x
+    mask = partial(masked, ops.kernels, dropped=dropped)
+    return apply_conjugates(mask, mask, x)
 
 
 def masked(kernels: Any, x: Tensor, dropped: Dropout) -> Tensor:
@@ -35,18 +39,6 @@ def masked(kernels: Any, x: Tensor, dropped: Dropout) -> Tensor:
     return out
 
 
-class _Dropout(Function[Tensor]):
-    @staticmethod
-    def forward(ctx: Any, kernels: Any, x: Tensor, dropped: Dropout) -> Tensor:
-        ctx.kernels = kernels
-        ctx.dropped = dropped
-        return masked(kernels, x, dropped)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Gradients:
-        return None, masked(ctx.kernels, dy, ctx.dropped), None
-
-
 def bias_dropout_add(
     ops: Backend,
     x: Tensor,
@@ -59,9 +51,28 @@ def bias_dropout_add(
 
     needs_values: False if a backward follows and the result is not read; the native backend then leaves it unset.
     """
-    if ops.is_native("rowwise"):
-        return _BiasDropoutAdd.apply(ops.kernels, x, bias, residual, dropped, needs_values)
-    return residual + dropout(ops, x if bias is None else add_bias(x, bias), dropped)
+    if not ops.is_native("rowwise"):
+        return residual + dropout(ops, x if bias is None else add_bias(x, bias), dropped)
+    kernels = ops.kernels
+
+    def forward() -> tuple[Tensor, Saved]:
+        if not needs_values:
+            return residual.new_empty(1).expand_as(residual), ()
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        call_rowwise(
+            kernels.bias_dropout_add, dropped, x.contiguous(), bias, residual.contiguous(), out
+        )
+        return out, ()
+
+    def backward(dout: Tensor) -> tuple[Tensor, Tensor]:
+        dout = dout.contiguous()
+        dx = torch.empty_like(dout) if dropped.p else None
+        dbias = gradient_of(bias)
+        if dx is not None or dbias is not None:
+            call_rowwise(kernels.bias_dropout_add_backward, dropped, dout, dx, dbias)
+        return dout if dx is None else dx, dout
+
+    return apply_saving(forward, backward, x, residual, bias)
 
 
 def call_rowwise(kernel: Callable[..., Any], dropped: Dropout, *args: Any) -> None:
@@ -83,48 +94,9 @@ def _rows_of(x: Any, rows: slice | None) -> Any:
     return x if x.dim() == 3 else x.flatten()
 
 
-class _BiasDropoutAdd(Function[Tensor]):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        kernels: Any,
-        x: Tensor,
-        bias: Tensor | None,
-        residual: Tensor,
-        dropped: Dropout,
-        needs_values: bool,
-    ) -> Tensor:
-        ctx.kernels = kernels
-        ctx.bias = bias
-        ctx.dropped = dropped
-        if not needs_values:
-            return residual.new_empty(1).expand_as(residual)
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        call_rowwise(kernels.bias_dropout_add, dropped, x, bias, residual.contiguous(), out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> Gradients:
-        dout = dout.contiguous()
-        dx = torch.empty_like(dout) if ctx.dropped.p else None
-        dbias = gradient_of(ctx.bias)
-        if dx is not None or dbias is not None:
-            call_rowwise(ctx.kernels.bias_dropout_add_backward, ctx.dropped, dout, dx, dbias)
-        return None, dout if dx is None else dx, None, dout, None, None
-
-
 def add_bias(x: Tensor, bias: Tensor) -> Tensor:
-    return _AddBias.apply(x, bias)
+    def backward(dy: Tensor) -> Tensor:
+        accumulate(bias, dy.sum((0, 1), dtype=torch.float32))
+        return dy
 
-
-class _AddBias(Function[Tensor]):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
-        ctx.bias = bias
-        return x + bias
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Gradients:
-        accumulate(ctx.bias, dy.sum((0, 1), dtype=torch.float32))
-        return dy, None
+    return apply_saving(lambda: (x + bias, ()), backward, x, bias)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...comm.autograd import Function, Gradients
+from ...comm.autograd import Saved, apply_saving
 from ...config.experts import SIGMOID
 from ...config.model import ModelConfig
 from .activation import Activation, activate, activation_gradient, as_gates, kernel
@@ -38,8 +38,7 @@ def route(
     bias: (e,), added to the scores for the choice
     """
     if ops.is_native("gemm"):
-        bias = None if bias is None else bias.detach().float()
-        return _NativeRoute.apply(ops.kernels, logits, bias, model)
+        return _native_route(ops.kernels, logits, bias, model)
     kind = kind_of_scores(model)
     scores = logits
     if kind == "sigmoid":
@@ -76,18 +75,19 @@ def _chosen(wish: Tensor, model: ModelConfig) -> Tensor:
     return _best(wish, k)
 
 
-class _NativeRoute(Function[tuple[Tensor, Tensor]]):
-    @staticmethod
-    def forward(
-        ctx: Any, kernels: Any, logits: Tensor, bias: Tensor | None, model: ModelConfig
-    ) -> tuple[Tensor, Tensor]:
-        kind = kind_of_scores(model)
-        scaling = model.moe_router_topk_scaling_factor or 1.0
+def _native_route(
+    kernels: Any, logits: Tensor, bias: Tensor | None, model: ModelConfig
+) -> tuple[Tensor, Tensor]:
+    kind = kind_of_scores(model)
+    scaling = model.moe_router_topk_scaling_factor or 1.0
+    experts = logits.shape[1]
+
+    def forward() -> tuple[tuple[Tensor, Tensor], Saved]:
         scores = logits.new_empty(len(logits), model.moe_router_topk)
         chosen = torch.empty(scores.shape, dtype=torch.int64)
         kernels.route(
             logits,
-            bias,
+            None if bias is None else bias.detach().float(),
             scores,
             chosen,
             kind,
@@ -96,22 +96,16 @@ class _NativeRoute(Function[tuple[Tensor, Tensor]]):
             model.moe_router_group_topk or 0,
             NORMALIZER,
         )
-        ctx.save_for_backward(scores if kind == "softmax_of_chosen" else logits, chosen)
-        ctx.kernels = kernels
-        ctx.kind = kind
-        ctx.scaling = scaling
-        ctx.experts = logits.shape[1]
-        ctx.mark_non_differentiable(chosen)
-        return scores, chosen
+        return (scores, chosen), (scores if kind == "softmax_of_chosen" else logits, chosen)
 
-    @staticmethod
-    def backward(ctx: Any, dscores: Tensor, _: Tensor) -> Gradients:
-        saved, chosen = ctx.saved_tensors
-        dlogits = dscores.new_empty(len(dscores), ctx.experts)
-        ctx.kernels.route_backward(
-            dscores.contiguous(), saved, chosen, dlogits, ctx.kind, ctx.scaling, NORMALIZER
+    def backward(dscores: Tensor, _: Tensor, saved: Tensor, chosen: Tensor) -> Tensor:
+        dlogits = dscores.new_empty(len(dscores), experts)
+        kernels.route_backward(
+            dscores.contiguous(), saved, chosen, dlogits, kind, scaling, NORMALIZER
         )
-        return None, dlogits, None, None
+        return dlogits
+
+    return apply_saving(forward, backward, logits)
 
 
 def sort_pairs(ops: Backend, chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,12 +6,11 @@ Weight gradients are added to `main_grad`, at once or when the schedule asks for
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...comm.autograd import Function, Gradients, gather_sequence, reduce_scatter_sequence
+from ...comm.autograd import Saved, apply_saving, gather_sequence, reduce_scatter_sequence
 from ...comm.base import Comm
 from ..parameter import accumulate, as_float, as_rows, gradient_of, is_frozen, scales_keyword
 from .backend import Backend
@@ -115,7 +114,30 @@ def linear(
     sequence: ranks that shard x (s / t, b, in) by sequence. The shards are gathered, again in backward, which reduce-scatters the
         gradient of x.
     """
-    return _Linear.apply(ops, x, weight, bias, sequence)
+
+    def forward() -> tuple[Tensor, Saved]:
+        out = x.new_empty(row_count(x, sequence), weight.shape[0])
+        whole = gather_sequence(x, sequence)
+        rows = as_rows(whole)
+        matmul(ops, rows, weight, out, bias)
+        saved = rows if sequence is None else x
+        return out.view(*whole.shape[:-1], -1), () if is_frozen(weight) else (saved,)
+
+    def backward(dy: Tensor, *saved: Tensor) -> Tensor:
+        lead = dy.shape[:-1]
+        dy = as_rows(dy)
+        if not saved:
+            dx = dy.new_empty(len(dy), weight.shape[1])
+        else:
+            rows = as_rows(gather_sequence(saved[0], sequence))
+            weight_gradient(ops, dy, rows, weight, bias)
+            # The gathered copy is free once the weight gradient is computed.
+            reusable = sequence is not None and not ops.weight_gradients.waits
+            dx = rows if reusable else torch.empty_like(rows)
+        data_gradient(ops, dy, weight, dx)
+        return reduce_scatter_sequence(dx.view(*lead, -1), sequence)
+
+    return apply_saving(forward, backward, x, weight, bias)
 
 
 def row_count(x: Tensor, sequence: Comm | None) -> int:
@@ -125,43 +147,3 @@ def row_count(x: Tensor, sequence: Comm | None) -> int:
     """
     rows = x.numel() // x.shape[-1]
     return rows if sequence is None else rows * sequence.size
-
-
-class _Linear(Function[Tensor]):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        ops: Backend,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        sequence: Comm | None,
-    ) -> Tensor:
-        out = x.new_empty(row_count(x, sequence), weight.shape[0])
-        whole = gather_sequence(x, sequence)
-        rows = as_rows(whole)
-        if not is_frozen(weight):
-            ctx.save_for_backward(rows if sequence is None else x)
-        ctx.ops = ops
-        ctx.weight = weight
-        ctx.bias = bias
-        ctx.shape = whole.shape
-        ctx.sequence = sequence
-        matmul(ops, rows, weight, out, bias)
-        return out.view(*whole.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Gradients:
-        ops = ctx.ops
-        sequence = ctx.sequence
-        dy = as_rows(dy)
-        if is_frozen(ctx.weight):
-            dx = dy.new_empty(len(dy), ctx.shape[-1])
-        else:
-            rows = as_rows(gather_sequence(ctx.saved_tensors[0], sequence))
-            weight_gradient(ops, dy, rows, ctx.weight, ctx.bias)
-            # The gathered copy is free once the weight gradient is computed.
-            reusable = sequence is not None and not ops.weight_gradients.waits
-            dx = rows if reusable else torch.empty_like(rows)
-        data_gradient(ops, dy, ctx.weight, dx)
-        return None, reduce_scatter_sequence(dx.view(ctx.shape), sequence), None, None, None

@@ -6,12 +6,12 @@ f MLP width; shapes with a gate as in `activation`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...comm.autograd import Function, Gradients, gather_sequence, reduce_scatter_sequence
+from ...comm.autograd import Saved, apply_saving, gather_sequence, reduce_scatter_sequence
 from ...comm.base import Comm
 from ...config.rows import ACTIVATIONS
 from ..parameter import as_rows, columns_of, gradient_of, is_frozen, matrix, scales_keyword
@@ -56,20 +56,11 @@ def mlp(
     needs_values: False if a backward follows and neither the result nor x is read again; backward may then overwrite x.
     sequence: as in `linear`.
     """
-    return _MLP.apply(ops, x, weights.as_matrices(), needs_values, sequence)
+    weights = weights.as_matrices()
+    weight1, bias1, weight2, activation = weights
+    overwrites_input = ops.is_native("gemm") and (not needs_values or sequence is not None)
 
-
-class _MLP(Function[Tensor]):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        ops: Backend,
-        x: Tensor,
-        weights: MLPWeights,
-        needs_values: bool,
-        sequence: Comm | None,
-    ) -> Tensor:
-        weight1, bias1, weight2, activation = weights
+    def forward() -> tuple[Tensor, Saved]:
         pre = x.new_empty(row_count(x, sequence), len(weight1))
         whole = gather_sequence(x, sequence)
         rows = as_rows(whole)
@@ -86,19 +77,10 @@ class _MLP(Function[Tensor]):
             out = x.new_empty(1).expand(len(rows), len(weight2))
             matmul(ops, rows, weight1, pre, bias1)
         # The inner tensor is cheaper to recompute than to save.
-        ctx.save_for_backward(rows if sequence is None else x, pre)
-        ctx.ops = ops
-        ctx.weights = weights
-        ctx.shape = whole.shape
-        ctx.sequence = sequence
-        ctx.overwrites_input = ops.is_native("gemm") and (not needs_values or sequence is not None)
-        return out.view(*whole.shape[:-1], -1)
+        return out.view(*whole.shape[:-1], -1), (rows if sequence is None else x, pre)
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Gradients:
-        ops = ctx.ops
-        x, pre = ctx.saved_tensors
-        weight1, bias1, weight2, activation = ctx.weights
+    def backward(dy: Tensor, x: Tensor, pre: Tensor) -> Tensor:
+        lead = dy.shape[:-1]
         dy = as_rows(dy)
         if kernel(ops, activation) is not None and not ops.weight_gradients.waits:
             _overwrite_with_gradient(ops, dy, pre, weight2, activation)
@@ -107,16 +89,17 @@ class _MLP(Function[Tensor]):
             add_second_weight_gradient(ops, dy, pre, weight2, activation)
             dpre = torch.empty_like(pre)
             argument_gradient(ops, dy, weight2, pre, dpre, activation)
-        if is_frozen(weight1) and ctx.sequence is not None:
+        if is_frozen(weight1) and sequence is not None:
             dx = dpre.new_empty(len(dpre), x.shape[-1])
         else:
-            rows = as_rows(gather_sequence(x, ctx.sequence))
+            rows = as_rows(gather_sequence(x, sequence))
             weight_gradient(ops, dpre, rows, weight1, bias1)
-            reusable = ctx.overwrites_input and not ops.weight_gradients.waits
+            reusable = overwrites_input and not ops.weight_gradients.waits
             dx = rows if reusable else torch.empty_like(rows)
         data_gradient(ops, dpre, weight1, dx)
-        dx = reduce_scatter_sequence(dx.view(ctx.shape), ctx.sequence)
-        return None, dx, None, None, None
+        return reduce_scatter_sequence(dx.view(*lead, -1), sequence)
+
+    return apply_saving(forward, backward, x)
 
 
 def argument_gradient(

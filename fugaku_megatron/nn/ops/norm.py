@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...comm.autograd import Function, Gradients
+from ...comm.autograd import Saved, apply_saving
 from ...comm.base import Comm
 from ..dropout_key import Dropout
 from ..parameter import accumulate, as_rows, gradient_of, vector_gradient
@@ -20,84 +20,70 @@ _NAMES = {1: "rms_norm", 2: "layer_norm"}
 
 def layer_norm(ops: Backend, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
     if ops.is_native("rowwise"):
-        return _NativeNorm.apply(ops.kernels, x, epsilon, weight, bias)
-    return _TorchLayerNorm.apply(x, weight, bias, epsilon)
+        return _native_norm(ops.kernels, x, epsilon, weight, bias)
+    return _torch_layer_norm(x, weight, bias, epsilon)
 
 
 def rms_norm(ops: Backend, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Return x / sqrt(mean(x^2) + epsilon) * weight, computed in FP32. x (..., h)"""
     if ops.is_native("rowwise"):
-        return _NativeNorm.apply(ops.kernels, x, epsilon, weight)
-    return _TorchRMSNorm.apply(x, weight, epsilon)
+        return _native_norm(ops.kernels, x, epsilon, weight)
+
+    def forward() -> tuple[Tensor, Saved]:
+        y, rstd = normalized(x, weight, epsilon)
+        return y, (x, rstd)
+
+    def backward(dy: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
+        dx, dweight = norm_gradients(dy, x, rstd, weight)
+        accumulate(weight, dweight)
+        return dx
+
+    return apply_saving(forward, backward, x, weight)
 
 
-class _NativeNorm(Function[Tensor]):
-    @staticmethod
-    def forward(ctx: Any, kernels: Any, x: Tensor, epsilon: float, *parameters: Tensor) -> Tensor:
-        x = x.contiguous()
-        y = torch.empty_like(x)
-        rows = x.numel() // x.shape[-1]
+def _native_norm(kernels: Any, x: Tensor, epsilon: float, *parameters: Tensor) -> Tensor:
+    name = _NAMES[len(parameters)]
+
+    def forward() -> tuple[Tensor, Saved]:
+        rows = x.contiguous()
+        y = torch.empty_like(rows)
+        count = rows.numel() // rows.shape[-1]
         # rstd, after the mean of a layer norm.
-        statistics = x.new_empty(len(parameters), rows, dtype=torch.float32).unbind()
-        kernel = getattr(kernels, _NAMES[len(parameters)])
-        kernel(x, *parameters, y, *statistics, epsilon)
-        ctx.save_for_backward(x, *statistics)
-        ctx.kernels = kernels
-        ctx.parameters = parameters
-        return y
+        statistics = rows.new_empty(len(parameters), count, dtype=torch.float32).unbind()
+        getattr(kernels, name)(rows, *parameters, y, *statistics, epsilon)
+        return y, (rows, *statistics)
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Gradients:
-        parameters = ctx.parameters
-        x, *statistics = ctx.saved_tensors
+    def backward(dy: Tensor, x: Tensor, *statistics: Tensor) -> Tensor:
         dx = torch.empty_like(x)
-        kernel = getattr(ctx.kernels, f"{_NAMES[len(parameters)]}_backward")
+        kernel = getattr(kernels, f"{name}_backward")
         gradients = map(vector_gradient, parameters)
         kernel(dy.contiguous(), x, *statistics, parameters[0], dx, *gradients)
-        return None, dx, None, *(None for _ in parameters)
+        return dx
+
+    return apply_saving(forward, backward, x, *parameters)
 
 
-class _TorchLayerNorm(Function[Tensor]):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
+def _torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
+    def forward() -> tuple[Tensor, Saved]:
         y, mean, rstd = torch.native_layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
-        ctx.save_for_backward(x, mean, rstd)
-        ctx.weight = weight
-        ctx.bias = bias
-        return y
+        return y, (x, mean, rstd)
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Gradients:
-        x, mean, rstd = ctx.saved_tensors
-        bias = ctx.bias
+    def backward(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
         wanted = [True, True, bias is not None]
         dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-            dy.contiguous(), x, (x.shape[-1],), mean, rstd, ctx.weight, bias, wanted
+            dy.contiguous(), x, (x.shape[-1],), mean, rstd, weight, bias, wanted
         )
-        accumulate(ctx.weight, dweight)
+        accumulate(weight, dweight)
         if bias is not None:
             accumulate(bias, dbias)
-        return dx, None, None, None
+        gradient: Tensor = dx
+        return gradient
+
+    return apply_saving(forward, backward, x, weight, bias)
 
 
 def layer_norm_without_bias(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    return _TorchLayerNorm.apply(x, weight, None, epsilon)
-
-
-class _TorchRMSNorm(Function[Tensor]):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        y, rstd = normalized(x, weight, epsilon)
-        ctx.save_for_backward(x, rstd)
-        ctx.weight = weight
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Gradients:
-        x, rstd = ctx.saved_tensors
-        dx, dweight = norm_gradients(dy, x, rstd, ctx.weight)
-        accumulate(ctx.weight, dweight)
-        return dx, None, None
+    return _torch_layer_norm(x, weight, None, epsilon)
 
 
 def normalized(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -122,7 +108,31 @@ def sharded_rms_norm(
 
     weights: (elements of this rank,) each
     """
-    return _ShardedRMSNorm.apply(*rows, weights, epsilon, tp)
+
+    def forward() -> tuple[tuple[Tensor, Tensor], Saved]:
+        squares = _sums(tp, *(x.float().square() for x in rows))
+        statistics = [torch.rsqrt(mean + epsilon) for mean in squares]
+        queries, keys = (
+            (x * rstd * weight).to(x.dtype)
+            for x, rstd, weight in zip(rows, statistics, weights, strict=True)
+        )
+        return (queries, keys), (*rows, *statistics)
+
+    def backward(*tensors: Tensor) -> list[Tensor]:
+        statistics = tensors[4:]
+        units = [x.float() * rstd for x, rstd in zip(tensors[2:4], statistics, strict=True)]
+        scaled = []
+        for dy, unit, weight in zip(tensors[:2], units, weights, strict=True):
+            dy = dy.float()
+            accumulate(weight, as_rows(dy * unit).sum(0))
+            scaled.append(dy * weight)
+        means = _sums(tp, *(one * unit for one, unit in zip(scaled, units, strict=True)))
+        return [
+            (rstd * (one - unit * mean)).to(tensors[2].dtype)
+            for rstd, one, unit, mean in zip(statistics, scaled, units, means, strict=True)
+        ]
+
+    return apply_saving(forward, backward, *rows)
 
 
 def _sums(tp: Comm, *products: Tensor) -> tuple[Tensor, ...]:
@@ -130,39 +140,6 @@ def _sums(tp: Comm, *products: Tensor) -> tuple[Tensor, ...]:
     sums = torch.stack([product.sum(-1, keepdim=True) for product in products])
     tp.all_reduce(sums)
     return tuple(each / (tp.size * product.shape[-1]) for each, product in zip(sums, products))
-
-
-class _ShardedRMSNorm(Function[tuple[Tensor, Tensor]]):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, y: Tensor, weights: tuple[Tensor, ...], epsilon: float, tp: Comm
-    ) -> tuple[Tensor, Tensor]:
-        squares = _sums(tp, x.float().square(), y.float().square())
-        statistics = [torch.rsqrt(mean + epsilon) for mean in squares]
-        ctx.save_for_backward(x, y, *statistics)
-        ctx.weights = weights
-        ctx.tp = tp
-        normed_x, normed_y = (
-            (each * rstd * weight).to(each.dtype)
-            for each, rstd, weight in zip((x, y), statistics, weights, strict=True)
-        )
-        return normed_x, normed_y
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
-        x, y, *statistics = ctx.saved_tensors
-        units = [each.float() * rstd for each, rstd in zip((x, y), statistics, strict=True)]
-        scaled = []
-        for dy, unit, weight in zip(gradients, units, ctx.weights, strict=True):
-            dy = dy.float()
-            accumulate(weight, as_rows(dy * unit).sum(0))
-            scaled.append(dy * weight)
-        means = _sums(ctx.tp, *(one * unit for one, unit in zip(scaled, units, strict=True)))
-        dx, dy = (
-            (rstd * (one - unit * mean)).to(x.dtype)
-            for rstd, one, unit, mean in zip(statistics, scaled, units, means, strict=True)
-        )
-        return dx, dy, None, None, None
 
 
 class LayerNormArguments(NamedTuple):
@@ -183,8 +160,8 @@ def bias_dropout_add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return (`bias_dropout_add`, its `layer_norm`), both (s, b, h)."""
     if ops.is_native("rowwise"):
-        return _BiasDropoutAddNorm.apply(
-            ops.kernels, x, bias, residual, dropped, norm.epsilon, norm.weight, norm.bias
+        return _native_add_norm(
+            ops.kernels, (x, bias, residual), dropped, norm.epsilon, norm.weight, norm.bias
         )
     total = bias_dropout_add(ops, x, bias, residual, dropped)
     return total, layer_norm(ops, total, *norm)
@@ -201,31 +178,31 @@ def bias_dropout_add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return (`bias_dropout_add`, its `rms_norm`), both (s, b, h)."""
     if ops.is_native("rowwise"):
-        return _BiasDropoutAddNorm.apply(ops.kernels, x, bias, residual, dropped, epsilon, weight)
+        return _native_add_norm(ops.kernels, (x, bias, residual), dropped, epsilon, weight)
     total = bias_dropout_add(ops, x, bias, residual, dropped)
     return total, rms_norm(ops, total, weight, epsilon)
 
 
-class _BiasDropoutAddNorm(Function[tuple[Tensor, Tensor]]):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        kernels: Any,
-        x: Tensor,
-        bias: Tensor | None,
-        residual: Tensor,
-        dropped: Dropout,
-        epsilon: float,
-        *parameters: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        x = x.contiguous()
-        total = torch.empty_like(x)
-        y = torch.empty_like(x)
-        statistics = x.new_empty(len(parameters), *x.shape[:2], dtype=torch.float32).unbind()
+def _native_add_norm(
+    kernels: Any,
+    added: tuple[Tensor, Tensor | None, Tensor],
+    dropped: Dropout,
+    epsilon: float,
+    *parameters: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """added: x, bias and residual of `bias_dropout_add`"""
+    x, bias, residual = added
+    name = f"bias_dropout_add_{_NAMES[len(parameters)]}"
+
+    def forward() -> tuple[tuple[Tensor, Tensor], Saved]:
+        rows = x.contiguous()
+        total = torch.empty_like(rows)
+        y = torch.empty_like(rows)
+        statistics = rows.new_empty(len(parameters), *rows.shape[:2], dtype=torch.float32).unbind()
         call_rowwise(
-            getattr(kernels, f"bias_dropout_add_{_NAMES[len(parameters)]}"),
+            getattr(kernels, name),
             dropped,
-            x,
+            rows,
             bias,
             residual.contiguous(),
             total,
@@ -234,32 +211,26 @@ class _BiasDropoutAddNorm(Function[tuple[Tensor, Tensor]]):
             *statistics,
             epsilon,
         )
-        ctx.save_for_backward(total, *statistics)
-        ctx.kernels = kernels
-        ctx.bias = bias
-        ctx.parameters = parameters
-        ctx.dropped = dropped
-        return total, y
+        return (total, y), (total, *statistics)
 
-    @staticmethod
-    def backward(ctx: Any, dtotal: Tensor, dy: Tensor) -> Gradients:
-        total, *statistics = ctx.saved_tensors
+    def backward(
+        dtotal: Tensor, dy: Tensor, total: Tensor, *statistics: Tensor
+    ) -> tuple[Tensor, Tensor]:
         dresidual = torch.empty_like(total)
-        dx = torch.empty_like(total) if ctx.dropped.p else None
-        name = _NAMES[len(ctx.parameters)]
+        dx = torch.empty_like(total) if dropped.p else None
         call_rowwise(
-            getattr(ctx.kernels, f"bias_dropout_add_{name}_backward"),
-            ctx.dropped,
+            getattr(kernels, f"{name}_backward"),
+            dropped,
             dy.contiguous(),
             dtotal.contiguous(),
             total,
             *statistics,
-            ctx.parameters[0],
+            parameters[0],
             dresidual,
             dx,
-            *map(vector_gradient, ctx.parameters),
-            gradient_of(ctx.bias),
+            *map(vector_gradient, parameters),
+            gradient_of(bias),
         )
-        if dx is None:
-            dx = dresidual
-        return None, dx, None, dresidual, None, None, *(None for _ in ctx.parameters)
+        return dresidual if dx is None else dx, dresidual
+
+    return apply_saving(forward, backward, x, residual, bias, *parameters)

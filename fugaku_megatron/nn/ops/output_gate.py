@@ -5,12 +5,10 @@ n heads of this rank in g query groups.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ...comm.autograd import Function, Gradients
+from ...comm.autograd import Saved, apply_conjugates, apply_saving
 from ..attention.heads import Heads
 
 
@@ -19,42 +17,32 @@ def split_gate(projected: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
 
     projected: (s, b, g (2 n/g + 2) d), for each group queries, their gates, a key and a value
     """
-    return _SplitGate.apply(projected, heads)
 
-
-class _SplitGate(Function[tuple[Tensor, Tensor]]):
-    @staticmethod
-    def forward(ctx: Any, projected: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
-        ctx.heads = heads
+    def forward(projected: Tensor) -> tuple[Tensor, Tensor]:
         each = heads.queries_per_group
         slots = projected.unflatten(-1, (heads.groups, -1, heads.head_size))
         queries, gates, others = slots.split((each, each, 2), dim=3)
         qkv = torch.cat((queries, others), 3).flatten(2)
         return qkv, gates.flatten(2).contiguous()
 
-    @staticmethod
-    def backward(ctx: Any, dqkv: Tensor, dgates: Tensor) -> Gradients:
-        heads = ctx.heads
+    def backward(dqkv: Tensor, dgates: Tensor) -> Tensor:
         dqueries, *others = heads.split(dqkv.contiguous())
         dgate = dgates.unflatten(-1, dqueries.shape[2:])
-        return torch.cat((dqueries, dgate, *others), 3).flatten(2), None
+        return torch.cat((dqueries, dgate, *others), 3).flatten(2)
+
+    return apply_conjugates(forward, backward, projected)
 
 
 def gated(context: Tensor, gates: Tensor) -> Tensor:
     """Return context * sigmoid(gates), (s, b, n d), computed in FP32."""
-    return _Gated.apply(context, gates)
 
+    def forward() -> tuple[Tensor, Saved]:
+        return (context * torch.sigmoid(gates.float())).to(context.dtype), (context, gates)
 
-class _Gated(Function[Tensor]):
-    @staticmethod
-    def forward(ctx: Any, context: Tensor, gates: Tensor) -> Tensor:
-        ctx.save_for_backward(context, gates)
-        return (context * torch.sigmoid(gates.float())).to(context.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> Gradients:
-        context, gates = ctx.saved_tensors
+    def backward(dout: Tensor, context: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
         sigmoid = torch.sigmoid(gates.float())
         scaled = dout * sigmoid
         dgates = scaled * context * (1.0 - sigmoid)
         return scaled.to(context.dtype), dgates.to(gates.dtype)
+
+    return apply_saving(forward, backward, context, gates)

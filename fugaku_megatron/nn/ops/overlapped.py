@@ -10,12 +10,10 @@ Shapes: t ranks.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ...comm.autograd import Function, Gathering, Gradients, RowBlocks, Summing
+from ...comm.autograd import Gathering, RowBlocks, Saved, Summing, apply_saving
 from ...config.rows import ACTIVATIONS
 from ..parameter import as_rows
 from .activation import activate, is_fused
@@ -28,97 +26,56 @@ def column_linear(
     ops: Backend, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: RowBlocks
 ) -> Tensor:
     """Return `linear` of the gathered x, (s / t, b, in) -> (s, b, out)."""
-    return _ColumnLinear.apply(ops, x, weight, bias, blocks)
 
-
-def row_linear(ops: Backend, x: Tensor, weight: Tensor, blocks: RowBlocks) -> Tensor:
-    """Return this rank's shard of the sum of `linear` over ranks, (s, b, in) -> (s / t, b, out)."""
-    return _RowLinear.apply(ops, x, weight, blocks)
-
-
-def overlapped_mlp(
-    ops: Backend, x: Tensor, weights: MLPWeights, needs_values: bool, blocks: RowBlocks
-) -> Tensor:
-    """Return this rank's shard of the sum of `mlp` over ranks, (s / t, b, h) -> (s / t, b, h)."""
-    return _OverlappedMLP.apply(ops, x, weights.as_matrices(), needs_values, blocks)
-
-
-def _data_gradient_sum(ops: Backend, dy: Tensor, weight: Tensor, blocks: RowBlocks) -> Summing:
-    total = Summing(blocks, len(dy), weight.shape[1], dy.dtype)
-    for rows, block in total:
-        data_gradient(ops, dy[rows], weight, block)
-    return total
-
-
-def _gathered_rows(gathering: Gathering) -> Tensor:
-    gathering.wait()
-    return gathering.rows
-
-
-class _ColumnLinear(Function[Tensor]):
-    @staticmethod
-    def forward(
-        ctx: Any, ops: Backend, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: RowBlocks
-    ) -> Tensor:
+    def forward() -> tuple[Tensor, Saved]:
         out = x.new_empty(x.shape[0] * blocks.comm.size, x.shape[1], weight.shape[0])
         gathering = Gathering(blocks, x)
         out_rows = out.view(-1, out.shape[-1])
         for rows in gathering:
             matmul(ops, gathering.rows[rows], weight, out_rows[rows], bias)
         gathering.wait()
-        ctx.save_for_backward(x)
-        ctx.ops = ops
-        ctx.weight = weight
-        ctx.bias = bias
-        ctx.blocks = blocks
-        return out
+        return out, (x,)
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Gradients:
-        (x,) = ctx.saved_tensors
+    def backward(dy: Tensor, x: Tensor) -> Tensor:
         dy = as_rows(dy)
-        gathering = Gathering(ctx.blocks, x)
-        total = _data_gradient_sum(ctx.ops, dy, ctx.weight, ctx.blocks)
-        weight_gradient(ctx.ops, dy, _gathered_rows(gathering), ctx.weight, ctx.bias)
-        return None, total.wait().view(x.shape), None, None, None
+        gathering = Gathering(blocks, x)
+        total = _data_gradient_sum(ops, dy, weight, blocks)
+        weight_gradient(ops, dy, _gathered_rows(gathering), weight, bias)
+        return total.wait().view(x.shape)
+
+    return apply_saving(forward, backward, x, weight, bias)
 
 
-class _RowLinear(Function[Tensor]):
-    @staticmethod
-    def forward(ctx: Any, ops: Backend, x: Tensor, weight: Tensor, blocks: RowBlocks) -> Tensor:
+def row_linear(ops: Backend, x: Tensor, weight: Tensor, blocks: RowBlocks) -> Tensor:
+    """Return this rank's shard of the sum of `linear` over ranks, (s, b, in) -> (s / t, b, out)."""
+
+    def forward() -> tuple[Tensor, Saved]:
         x_rows = as_rows(x)
         total = Summing(blocks, len(x_rows), weight.shape[0], x.dtype)
         for rows, block in total:
             matmul(ops, x_rows[rows], weight, block)
-        ctx.save_for_backward(x_rows)
-        ctx.ops = ops
-        ctx.weight = weight
-        ctx.blocks = blocks
-        ctx.shape = x.shape
-        return total.wait().view(x.shape[0] // blocks.comm.size, *x.shape[1:-1], -1)
+        result = total.wait().view(x.shape[0] // blocks.comm.size, *x.shape[1:-1], -1)
+        return result, (x_rows,)
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Gradients:
-        (x,) = ctx.saved_tensors
-        gathering = Gathering(ctx.blocks, dy)
-        dx = torch.empty_like(x)
+    def backward(dy: Tensor, x_rows: Tensor) -> Tensor:
+        gathering = Gathering(blocks, dy)
+        dx = torch.empty_like(x_rows)
         for rows in gathering:
-            data_gradient(ctx.ops, gathering.rows[rows], ctx.weight, dx[rows])
-        weight_gradient(ctx.ops, _gathered_rows(gathering), x, ctx.weight, None)
-        return None, dx.view(ctx.shape), None, None
+            data_gradient(ops, gathering.rows[rows], weight, dx[rows])
+        weight_gradient(ops, _gathered_rows(gathering), x_rows, weight, None)
+        return dx.view(-1, *dy.shape[1:-1], dx.shape[-1])
+
+    return apply_saving(forward, backward, x, weight)
 
 
-class _OverlappedMLP(Function[Tensor]):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        ops: Backend,
-        x: Tensor,
-        weights: MLPWeights,
-        needs_values: bool,
-        blocks: RowBlocks,
-    ) -> Tensor:
-        weight1, bias1, weight2, activation = weights
+def overlapped_mlp(
+    ops: Backend, x: Tensor, weights: MLPWeights, needs_values: bool, blocks: RowBlocks
+) -> Tensor:
+    """Return this rank's shard of the sum of `mlp` over ranks, (s / t, b, h) -> (s / t, b, h)."""
+    weights = weights.as_matrices()
+    weight1, bias1, weight2, activation = weights
+
+    def forward() -> tuple[Tensor, Saved]:
         gathering = Gathering(blocks, x)
         pre = x.new_empty(len(gathering.rows), len(weight1))
         inner = None
@@ -131,29 +88,35 @@ class _OverlappedMLP(Function[Tensor]):
                 kernel = ACTIVATIONS[activation.name].kernel
                 matmul(ops, gathering.rows[rows], weight1, inner[rows], bias1, kernel, pre[rows])
         gathering.wait()
-        ctx.save_for_backward(x, pre)
-        ctx.ops = ops
-        ctx.weights = weights
-        ctx.blocks = blocks
         if not needs_values:
-            return x.new_empty(1).expand(x.shape)
+            return x.new_empty(1).expand(x.shape), (x, pre)
         total = Summing(blocks, len(pre), len(weight2), x.dtype)
         for rows, block in total:
             values = activate(ops, pre[rows], activation) if inner is None else inner[rows]
             matmul(ops, values, weight2, block)
-        return total.wait().view(x.shape)
+        return total.wait().view(x.shape), (x, pre)
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Gradients:
-        ops = ctx.ops
-        x, pre = ctx.saved_tensors
-        weight1, bias1, weight2, activation = ctx.weights
-        gradient = Gathering(ctx.blocks, dy)
-        inputs = Gathering(ctx.blocks, x)
+    def backward(dy: Tensor, x: Tensor, pre: Tensor) -> Tensor:
+        gradient = Gathering(blocks, dy)
+        inputs = Gathering(blocks, x)
         dpre = torch.empty_like(pre)
         for rows in gradient:
             argument_gradient(ops, gradient.rows[rows], weight2, pre[rows], dpre[rows], activation)
-        total = _data_gradient_sum(ops, dpre, weight1, ctx.blocks)
+        total = _data_gradient_sum(ops, dpre, weight1, blocks)
         add_second_weight_gradient(ops, _gathered_rows(gradient), pre, weight2, activation)
         weight_gradient(ops, dpre, _gathered_rows(inputs), weight1, bias1)
-        return None, total.wait().view(x.shape), None, None, None
+        return total.wait().view(x.shape)
+
+    return apply_saving(forward, backward, x)
+
+
+def _data_gradient_sum(ops: Backend, dy: Tensor, weight: Tensor, blocks: RowBlocks) -> Summing:
+    total = Summing(blocks, len(dy), weight.shape[1], dy.dtype)
+    for rows, block in total:
+        data_gradient(ops, dy[rows], weight, block)
+    return total
+
+
+def _gathered_rows(gathering: Gathering) -> Tensor:
+    gathering.wait()
+    return gathering.rows

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...comm.autograd import Function, Gradients
+from ...comm.autograd import Saved, apply_conjugates, apply_saving
 from ..attention.heads import Angles, Heads
 from ..parameter import accumulate, vector_gradient
 from .backend import Backend
@@ -41,15 +41,20 @@ class Rotary(NamedTuple):
 def rotary(ops: Backend, qkv: Tensor, call: Rotary) -> Tensor:
     """Rotate queries and keys of qkv, after the norm if `call.norm` is given."""
     if not ops.is_native("rowwise"):
-        return _TorchRotary.apply(qkv, call)
+        return _torch_rotary(qkv, call)
     if call.angles is None:
         empty = qkv.new_empty(2, len(qkv), 0, dtype=torch.float32)
         call = call._replace(angles=(empty[0], empty[1]), positions=None)
     elif call.positions is None:
         cosines, sines = call.angles
         call = call._replace(angles=(cosines[: len(qkv)], sines[: len(qkv)]))
-    function = _NativeRotary if call.norm is None else _NativeRotaryNorm
-    return function.apply(ops.kernels, qkv, call)
+    if call.norm is not None:
+        return _native_rotary_norm(ops.kernels, qkv, call, call.norm)
+    return apply_conjugates(
+        lambda x: _native_rotated(ops.kernels, x, call, inverse=False),
+        lambda dout: _native_rotated(ops.kernels, dout, call, inverse=True),
+        qkv,
+    )
 
 
 def _heads(qkv: Tensor, call: Rotary) -> Tensor:
@@ -72,96 +77,79 @@ def _native_rotated(kernels: Any, qkv: Tensor, call: Rotary, inverse: bool) -> T
     return out
 
 
-class _NativeRotary(Function[Tensor]):
-    @staticmethod
-    def forward(ctx: Any, kernels: Any, qkv: Tensor, call: Rotary) -> Tensor:
-        ctx.kernels = kernels
-        ctx.call = call
-        return _native_rotated(kernels, qkv, call, inverse=False)
+def _native_rotary_norm(kernels: Any, qkv: Tensor, call: Rotary, norm: HeadNorms) -> Tensor:
+    assert call.angles is not None
+    angles = call.angles
+    queries_per_group = call.heads.queries_per_group
 
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> Gradients:
-        return None, _native_rotated(ctx.kernels, dout, ctx.call, inverse=True), None
-
-
-class _NativeRotaryNorm(Function[Tensor]):
-    @staticmethod
-    def forward(ctx: Any, kernels: Any, qkv: Tensor, call: Rotary) -> Tensor:
-        qkv = qkv.contiguous()
-        out = torch.empty_like(qkv)
-        # The root mean squares are cheaper to recompute than to save.
-        ctx.save_for_backward(qkv)
-        ctx.kernels = kernels
-        ctx.call = call
-        assert call.angles is not None
-        assert call.norm is not None
+    def forward() -> tuple[Tensor, Saved]:
+        x = qkv.contiguous()
+        out = torch.empty_like(x)
         kernels.rotary_norm(
-            _heads(qkv, call),
-            call.norm.q_weight,
-            call.norm.k_weight,
-            *call.angles,
-            _heads(out, call),
-            call.heads.queries_per_group,
-            call.norm.epsilon,
-            call.interleaved,
-            positions=call.positions,
-        )
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> Gradients:
-        call = ctx.call
-        norm = call.norm
-        (qkv,) = ctx.saved_tensors
-        dqkv = torch.empty_like(qkv)
-        ctx.kernels.rotary_norm_backward(
-            _heads(dout.contiguous(), call),
-            _heads(qkv, call),
+            _heads(x, call),
             norm.q_weight,
             norm.k_weight,
-            *call.angles,
-            _heads(dqkv, call),
-            vector_gradient(norm.q_weight),
-            vector_gradient(norm.k_weight),
-            call.heads.queries_per_group,
+            *angles,
+            _heads(out, call),
+            queries_per_group,
             norm.epsilon,
             call.interleaved,
             positions=call.positions,
         )
-        return None, dqkv, None
+        # The root mean squares are cheaper to recompute than to save.
+        return out, (x,)
+
+    def backward(dout: Tensor, x: Tensor) -> Tensor:
+        dx = torch.empty_like(x)
+        kernels.rotary_norm_backward(
+            _heads(dout.contiguous(), call),
+            _heads(x, call),
+            norm.q_weight,
+            norm.k_weight,
+            *angles,
+            _heads(dx, call),
+            vector_gradient(norm.q_weight),
+            vector_gradient(norm.k_weight),
+            queries_per_group,
+            norm.epsilon,
+            call.interleaved,
+            positions=call.positions,
+        )
+        return dx
+
+    return apply_saving(forward, backward, qkv)
 
 
-class _TorchRotary(Function[Tensor]):
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor, call: Rotary) -> Tensor:
-        qkv = qkv.contiguous()
-        out = qkv.clone()
+def _torch_rotary(qkv: Tensor, call: Rotary) -> Tensor:
+    norm = call.norm
+
+    def forward() -> tuple[Tensor, Saved]:
+        x = qkv.contiguous()
+        out = x.clone()
         queries, keys, _ = call.heads.split(out)
-        if call.norm is not None:
-            queries.copy_(normalized(queries, call.norm.q_weight, call.norm.epsilon)[0])
-            keys.copy_(normalized(keys, call.norm.k_weight, call.norm.epsilon)[0])
-            ctx.save_for_backward(qkv)
-        for x in (queries, keys):
-            x.copy_(_rotated(x, call))
-        ctx.call = call
-        return out
+        if norm is not None:
+            queries.copy_(normalized(queries, norm.q_weight, norm.epsilon)[0])
+            keys.copy_(normalized(keys, norm.k_weight, norm.epsilon)[0])
+        for part in (queries, keys):
+            part.copy_(_rotated(part, call))
+        return out, (() if norm is None else (x,))
 
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> Gradients:
-        call = ctx.call
+    def backward(dout: Tensor, *saved: Tensor) -> Tensor:
         dqkv = dout.clone(memory_format=torch.contiguous_format)
         gradients = call.heads.split(dqkv)[:2]
         for dy in gradients:
             dy.copy_(_rotated(dy, call, inverse=True))
-        if call.norm is not None:
-            inputs = call.heads.split(ctx.saved_tensors[0])[:2]
-            for dy, x, weight in zip(gradients, inputs, call.norm[:2], strict=True):
+        if norm is not None:
+            inputs = call.heads.split(saved[0])[:2]
+            for dy, x, weight in zip(gradients, inputs, norm[:2], strict=True):
                 # The root mean squares are cheaper to recompute than to save.
-                _, rstd = normalized(x, weight, call.norm.epsilon)
+                _, rstd = normalized(x, weight, norm.epsilon)
                 dx, dweight = norm_gradients(dy, x, rstd, weight)
                 accumulate(weight, dweight)
                 dy.copy_(dx)
-        return dqkv, None
+        return dqkv
+
+    return apply_saving(forward, backward, qkv)
 
 
 def _rotated(x: Tensor, call: Rotary, inverse: bool = False) -> Tensor:
