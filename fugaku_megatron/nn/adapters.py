@@ -244,9 +244,9 @@ def _up(ops: Ops, y: Tensor, t: Tensor, b: Tensor, mask: Tensor | None, scale: f
         whole = expanded(b, mask, scale)
         out = rows.new_empty(len(rows), len(whole))
         ops.matmul(rows, whole, out)
-        return out.view(y.shape).add_(y), (rows,)
+        return out.view(y.shape).add_(y), (rows, mask)
 
-    def backward(dy: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(dy: Tensor, rows: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         rows_dy = as_rows(dy)
         ops.weight_gradients.add(
             lambda: _accumulate_up(b, ops.outer_sum(rows_dy, rows), mask, scale)
