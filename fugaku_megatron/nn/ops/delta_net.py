@@ -380,9 +380,9 @@ def _native_convolution(
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         before = None if earlier is None else earlier.contiguous()
         kernels.convolution_forward(x, weight, y, starts=starts, earlier=before)
-        return y, (x, before)
+        return y, (x, starts, before)
 
-    def backward(dy: Tensor, x: Tensor, earlier: Tensor | None) -> Gradients:
+    def backward(dy: Tensor, x: Tensor, starts: Tensor | None, earlier: Tensor | None) -> Gradients:
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         dearlier = None if earlier is None else torch.empty_like(earlier)
         kernels.convolution_backward(
@@ -432,9 +432,9 @@ def _torch_convolution(
 
     def forward() -> tuple[Tensor, Saved]:
         total = _convolve(_taps(x, width, starts, earlier), weight)
-        return F.silu(total).to(x.dtype), (x, earlier)
+        return F.silu(total).to(x.dtype), (x, starts, earlier)
 
-    def backward(dy: Tensor, x: Tensor, earlier: Tensor | None) -> Gradients:
+    def backward(dy: Tensor, x: Tensor, starts: Tensor | None, earlier: Tensor | None) -> Gradients:
         taps = _taps(x, width, starts, earlier)
         total = _convolve(taps, weight)
         sigmoid = torch.sigmoid(total)
