@@ -72,29 +72,6 @@ def _shard_shape(tensor: Tensor, comm: Comm) -> tuple[int, ...]:
     return length // comm.size, *tensor.shape[1:]
 
 
-class _Conjugates(Function[Any]):
-    @staticmethod
-    def forward(
-        ctx: Any, forward: Callable[..., Any], backward: Callable[..., Any], *tensors: Tensor
-    ) -> Any:
-        ctx.conjugate = backward
-        return forward(*tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Gradients:
-        found = ctx.conjugate(*grads)
-        return None, None, *([found] if isinstance(found, Tensor) else found)
-
-
-def apply_conjugates(
-    forward: Callable[..., Result], backward: Callable[..., Any], *tensors: Tensor
-) -> Result:
-    """Return forward(*tensors), a tensor or a tuple; its backward is backward(*gradients)."""
-    result: Result = _Conjugates.apply(forward, backward, *tensors)
-    return result
-
-
 class _Saving(Function[Any]):
     @staticmethod
     def forward(
@@ -107,6 +84,7 @@ class _Saving(Function[Any]):
         return result
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Gradients:
         found = ctx.gradients(*grads, *ctx.saved_tensors)
         own = (found,) if isinstance(found, Tensor) else found
@@ -130,6 +108,13 @@ def apply_saving(
     """
     result: Result = _Saving.apply(forward, backward, *tensors)
     return result
+
+
+def apply_conjugates(
+    forward: Callable[..., Result], backward: Callable[..., Any], *tensors: Tensor
+) -> Result:
+    """Return forward(*tensors), a tensor or a tuple; its backward is backward(*gradients)."""
+    return apply_saving(lambda: (forward(*tensors), ()), backward, *tensors)
 
 
 def _identity(tensor: Tensor, comm: Comm) -> Tensor:

@@ -13,12 +13,12 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..comm.autograd import Function, Gradients, Saved, apply_saving
+from ..comm.autograd import Gradients, Saved, apply_saving
 from ..config.layer_kinds import FC1, IN_PROJ, QKV
 from ..config.lora import (
     DROPOUT_COLUMNS,
@@ -129,12 +129,12 @@ class Adapter(nn.Module):
 
     def column(self, x: Tensor, y: Tensor, forward_pass: Pass) -> Tensor:
         """Add a column-parallel layer's adapters to y (whole sequence, b, out / tp). x (s, b, in)"""
-        t = _Down.apply(self.ops, x, self.lora_a, self.dropout(x, forward_pass))
+        t = _down(self.ops, x, self.lora_a, self.dropout(x, forward_pass))
         return self.up(y, self.context.whole_sequence(t))
 
     def row(self, x: Tensor, y: Tensor, forward_pass: Pass) -> Tensor:
         """Add a row-parallel layer's adapters to y (s, b, out). x (whole sequence, b, in / tp)"""
-        t = _Down.apply(self.ops, x, self.lora_a, self.dropout(x, forward_pass))
+        t = _down(self.ops, x, self.lora_a, self.dropout(x, forward_pass))
         return self.up(y, self.context.out_of_matmul(t))
 
     def merged(self, weight: Tensor) -> Tensor:
@@ -200,33 +200,28 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, mask: Tensor | None, scale: flo
     return (weight.float() + delta.view(weight.shape)).to(weight.dtype)
 
 
-class _Down(Function[Tensor]):
-    """dropout(x) A^T."""
+def _down(ops: Ops, x: Tensor, a: Tensor, dropout: InputDropout | None) -> Tensor:
+    """Return dropout(x) A^T."""
+    trained_below = x.requires_grad
 
-    @staticmethod
-    def forward(ctx: Any, ops: Ops, x: Tensor, a: Tensor, dropout: InputDropout | None) -> Tensor:
+    def forward() -> tuple[Tensor, Saved]:
         rows = as_rows(_dropped(ops.kernels, x, dropout))
         stacked = matrix(a)
         t = rows.new_empty(len(rows), len(stacked))
         ops.matmul(rows, stacked, t)
-        ctx.save_for_backward(x)
-        ctx.ops = ops
-        ctx.a = a
-        ctx.dropout = dropout
-        return t.view(*x.shape[:-1], -1)
+        return t.view(*x.shape[:-1], -1), (x,)
 
-    @staticmethod
-    def backward(ctx: Any, dt: Tensor) -> Gradients:
-        (x,) = ctx.saved_tensors
-        ops = ctx.ops
-        stacked = matrix(ctx.a)
+    def backward(dt: Tensor, x: Tensor) -> Gradients:
+        stacked = matrix(a)
         dt = as_rows(dt)
-        ops.weight_gradient(dt, as_rows(_dropped(ops.kernels, x, ctx.dropout)), stacked, None)
-        if not ctx.needs_input_grad[1]:  # nothing below it is trained
-            return None, None, None, None
+        ops.weight_gradient(dt, as_rows(_dropped(ops.kernels, x, dropout)), stacked, None)
+        if not trained_below:
+            return ()
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         ops.data_gradient(dt, stacked, dx.view(len(dt), -1))
-        return None, _dropped(ops.kernels, dx, ctx.dropout), None, None
+        return (_dropped(ops.kernels, dx, dropout),)
+
+    return apply_saving(forward, backward, x, a)
 
 
 def _accumulate_up(b: Tensor, total: Tensor, mask: Tensor | None, scale: float) -> None:
@@ -275,31 +270,12 @@ def activated_linear(
     if adapter is not None:
         a = adapter.lora_a
         dropout = adapter.dropout(pre[..., : weight.shape[1]], forward_pass)
-    call = _Activated(activation, weight, dropout, forward_pass.needs_values)
-    return _ActivatedLinear.apply(context.ops, pre, a, call)
+    ops: Ops = context.ops
+    needs_values = forward_pass.needs_values
+    lead = pre.shape[:-1]
 
-
-class _Activated(NamedTuple):
-    """Arguments of `_ActivatedLinear` without gradients."""
-
-    activation: Activation
-    weight: Tensor
-    dropout: InputDropout | None
-    needs_values: bool
-
-
-class _ActivatedLinear(Function[tuple[Tensor, Tensor | None]]):
-    @staticmethod
-    def forward(
-        ctx: Any, ops: Ops, pre: Tensor, a: Tensor | None, call: _Activated
-    ) -> tuple[Tensor, Tensor | None]:
-        activation, weight, dropout, needs_values = call
-        ctx.save_for_backward(pre)
-        ctx.ops = ops
-        ctx.a = a
-        ctx.call = call
+    def forward() -> tuple[tuple[Tensor, Tensor | None], Saved]:
         rows = as_rows(pre)
-        lead = pre.shape[:-1]
         t = None
         inner = ops.activate(rows, activation) if needs_values or a is not None else pre
         if needs_values:
@@ -313,18 +289,13 @@ class _ActivatedLinear(Function[tuple[Tensor, Tensor | None]]):
             dropped = _dropped(ops.kernels, inner.view(*lead, -1), dropout)
             ops.unpacked().matmul(as_rows(dropped), stacked, t)
             t = t.view(*lead, -1)
-        return out.view(*lead, -1), t
+        return (out.view(*lead, -1), t), (pre,)
 
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor, dt: Tensor | None) -> Gradients:
-        (pre,) = ctx.saved_tensors
-        ops = ctx.ops
-        activation, weight, dropout, _ = ctx.call
+    def backward(dout: Tensor, dt: Tensor | None, pre: Tensor) -> Tensor:
         rows = as_rows(pre)
-        lead = pre.shape[:-1]
         total = _inner_gradient(ops, as_rows(dout), weight, rows, activation)
-        if ctx.a is not None and dt is not None:
-            stacked = matrix(ctx.a)
+        if a is not None and dt is not None:
+            stacked = matrix(a)
             plain = ops.unpacked()
             dt = as_rows(dt)
             inner = ops.activate(rows, activation).view(*lead, -1)
@@ -338,7 +309,9 @@ class _ActivatedLinear(Function[tuple[Tensor, Tensor | None]]):
             dpre = torch.empty_like(rows)
             ops.activation_gradient(total, rows, dpre, activation)
             total = dpre
-        return None, total.view(pre.shape), None, None
+        return total.view(pre.shape)
+
+    return apply_saving(forward, backward, pre, a)
 
 
 def _inner_gradient(

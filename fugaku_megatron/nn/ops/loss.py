@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...comm.autograd import Function, Gradients
+from ...comm.autograd import Saved, apply_saving
 from ...comm.base import Comm
 from ..backward import WeightGradients
 from ..parameter import gradient_of, is_frozen
@@ -67,32 +67,31 @@ def head_loss(ops: Backend, x: Tensor, weight: Tensor, labels: Tensor, call: Hea
         ops, choice={**ops.choice, "gemm": "native" if native else "torch"}, fp16_sum_length=0
     )
     if native:
-        return _NativeHeadLoss.apply(ops, x, weight, labels, call)
+        return _native_head_loss(ops, x, weight, labels, call)
     # The weight gradient is not postponed, so that a tied weight gets it before the embedding's, as in the native backend.
     logits = linear(replace(ops, weight_gradients=WeightGradients()), x, weight)
     logits = soft_capped(logits, call.softcap)
     divisor = call.divisor or labels.numel()
     z_part = torch.zeros(())
-    losses = _TorchCrossEntropy.apply(logits, labels, call, z_part)
+    losses = _torch_cross_entropy(logits, labels, call, z_part)
     if call.z_sum is not None:
         call.z_sum.add_(z_part / divisor)
     return losses.sum() / divisor
 
 
-class _NativeHeadLoss(Function[Tensor]):
-    @staticmethod
-    def forward(
-        ctx: Any, ops: Backend, x: Tensor, weight: Tensor, labels: Tensor, call: HeadLoss
-    ) -> Tensor:
+def _native_head_loss(
+    ops: Backend, x: Tensor, weight: Tensor, labels: Tensor, call: HeadLoss
+) -> Tensor:
+    labels = labels.reshape(-1)
+    divisor = call.divisor or len(labels)
+    needs_gradient = x.requires_grad
+    shape = x.shape
+
+    def forward() -> tuple[Tensor, Saved]:
         rows = x.contiguous().view(-1, x.shape[-1])
-        labels = labels.reshape(-1)
-        divisor = call.divisor or len(labels)
         block = call.rows_at_once or len(labels)
-        ctx.factor = call.factor
-        ctx.shape = x.shape
         total = 0.0
         z_total = 0.0
-        needs_gradient = ctx.needs_input_grad[1]
         logits_block = x.new_empty(min(block, len(rows)), weight.shape[0], dtype=torch.float32)
         gradient_block = None
         if needs_gradient:
@@ -114,18 +113,17 @@ class _NativeHeadLoss(Function[Tensor]):
                     ops.kernels.linear_weight_gradient(dlogits, rows[part], gradient_of(weight))
                 # The rows are not read again, so that their gradient may overwrite them.
                 data_gradient(ops, dlogits, weight, rows[part])
-        if needs_gradient:
-            ctx.save_for_backward(rows)
         if call.z_sum is not None:
             call.z_sum.add_(z_total / divisor)
-        return torch.tensor(total / divisor, dtype=torch.float32)
+        loss_of_rows = torch.tensor(total / divisor, dtype=torch.float32)
+        return loss_of_rows, (rows,) if needs_gradient else ()
 
-    @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> Gradients:
-        expected = torch.tensor(ctx.factor, dtype=torch.float32).item()
-        assert dloss.item() == expected, (dloss.item(), ctx.factor)
-        dx = ctx.saved_tensors[0].view(ctx.shape)
-        return None, dx, None, None, None
+    def backward(dloss: Tensor, dx: Tensor) -> Tensor:
+        expected = torch.tensor(call.factor, dtype=torch.float32).item()
+        assert dloss.item() == expected, (dloss.item(), call.factor)
+        return dx.view(shape)
+
+    return apply_saving(forward, backward, x, weight)
 
 
 def _block_loss(
@@ -171,25 +169,24 @@ def _block_loss(
     return losses.sum(dtype=torch.float64).item(), z_part
 
 
-class _TorchCrossEntropy(Function[Tensor]):
-    """The gradient overwrites the saved probabilities: backward runs once."""
+def _torch_cross_entropy(logits: Tensor, labels: Tensor, call: HeadLoss, z_sum: Tensor) -> Tensor:
+    """Return each row's loss; its gradient overwrites the saved probabilities, so that backward runs once."""
+    tp = call.tp
+    z_loss = call.z_loss
+    dtype = logits.dtype
+    rows = labels - call.first_row
+    elsewhere = (rows < 0) | (rows >= logits.shape[-1])
+    rows = rows.masked_fill(elsewhere, 0).unsqueeze(-1)
 
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, call: HeadLoss, z_sum: Tensor) -> Tensor:
-        tp = call.tp
-        z_loss = call.z_loss
-        ctx.dtype = logits.dtype
-        logits = logits.float()  # (s, b, v)
+    def forward() -> tuple[Tensor, Saved]:
+        values = logits.float()  # (s, b, v)
         if call.unpadded_rows is not None:
-            logits[..., call.unpadded_rows :] = -math.inf
-        row_max = tp.all_reduce(logits.amax(-1), "max")  # (s, b)
-        exponentials = torch.exp(logits - row_max.unsqueeze(-1))
+            values[..., call.unpadded_rows :] = -math.inf
+        row_max = tp.all_reduce(values.amax(-1), "max")  # (s, b)
+        exponentials = torch.exp(values - row_max.unsqueeze(-1))
         sum_exp = tp.all_reduce(exponentials.sum(-1))
-        rows = labels - call.first_row
-        elsewhere = (rows < 0) | (rows >= logits.shape[-1])
-        rows = rows.masked_fill(elsewhere, 0).unsqueeze(-1)
         target_logit = tp.all_reduce(
-            (logits.gather(-1, rows).squeeze(-1) - row_max).masked_fill(elsewhere, 0.0)
+            (values.gather(-1, rows).squeeze(-1) - row_max).masked_fill(elsewhere, 0.0)
         )
         log_sum = torch.log(sum_exp)
         z = log_sum + row_max
@@ -198,13 +195,13 @@ class _TorchCrossEntropy(Function[Tensor]):
         if z_loss:
             probabilities.mul_(1 + 2 * z_loss * z.unsqueeze(-1))
         probabilities[ignored] = 0.0
-        ctx.save_for_backward(probabilities, rows, elsewhere)
         added = z_loss * z * z
-        z_sum += added.masked_fill(ignored, 0.0).sum()
-        return (log_sum - target_logit + added).masked_fill_(ignored, 0.0)
+        z_sum.add_(added.masked_fill(ignored, 0.0).sum())
+        losses = (log_sum - target_logit + added).masked_fill_(ignored, 0.0)
+        return losses, (probabilities, rows, elsewhere)
 
-    @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> Gradients:
-        dlogits, rows, elsewhere = ctx.saved_tensors
+    def backward(dloss: Tensor, dlogits: Tensor, rows: Tensor, elsewhere: Tensor) -> Tensor:
         dlogits.scatter_add_(-1, rows, (elsewhere.float() - 1.0).unsqueeze(-1))
-        return dlogits.mul_(dloss.unsqueeze(-1)).to(ctx.dtype), None, None, None
+        return dlogits.mul_(dloss.unsqueeze(-1)).to(dtype)
+
+    return apply_saving(forward, backward, logits)
