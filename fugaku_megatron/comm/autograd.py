@@ -99,7 +99,8 @@ def apply_saving(
     backward: Callable[..., Any],
     *tensors: Tensor | None,
 ) -> Result:
-    """Return forward's result, with gradients of the first of `tensors`, in order; the others need a backward alone.
+    """Return forward's result, with gradients of the first of `tensors`, in order; the others only make
+    the result need a backward.
 
     Tensors that backward reads are saved, and not read from an enclosing function: autograd then frees them after use.
 
