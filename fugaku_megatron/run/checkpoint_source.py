@@ -367,7 +367,7 @@ def _newest_copy(plan: Plan, load: str, local: str, world: Comm) -> int:
     name = run_name(load, world)
     if name is None:
         return 0
-    layout = layout_record(plan.config, plan.layout)
+    layout = layout_record(plan)
     parallel = asdict(plan.config.parallel)
 
     def fits(head: JsonObject) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,18 +85,19 @@ def main(args: argparse.Namespace) -> int:
             f"--{name} {directory} needs --check-layout: pass both, or leave it out",
         )
     if args.check_layout:
-        with exit_codes.uncollected():
-            from ..comm.job import run_or_abort
+        _run(lambda world: _check_layout(arguments, world, args.record, args.against))
+    elif arguments.dry_run:
+        _run(lambda world: print_plan(arguments, world, args.png, args.sys_root))
+    else:
+        _train(arguments)
+    return 0
 
-        run_or_abort(lambda world: _check_layout(arguments, world, args.record, args.against))
-        return 0
-    if not arguments.dry_run:
-        return _train(arguments)
+
+def _run(work: Callable[[Comm], object], waits: Callable[[bool], object] = bool) -> None:
     with exit_codes.uncollected():
         from ..comm.job import run_or_abort
 
-    run_or_abort(lambda world: print_plan(arguments, world, args.png, args.sys_root))
-    return 0
+    run_or_abort(work, waits=waits)
 
 
 DROPOUT = ("attention_dropout", "hidden_dropout")  # which Megatron-LM takes with the architecture
@@ -140,23 +142,18 @@ def _megatron_model(load: str, step: int | None, values: FieldValues) -> FieldVa
     return saved
 
 
-def _train(arguments: Arguments) -> int:
+def _train(arguments: Arguments) -> None:
     environment.check_limits()  # heartbeats are in the memory that MPI needs
     # Before anything that may hang: torch, MPI, files.
     watchdog = Watchdog.start(hang_settings(arguments.run))
     atexit.register(watchdog.close)
 
-    with exit_codes.uncollected():
-        from ..comm.job import run_or_abort
+    def pretrain(world: Comm) -> None:
+        from . import pretrain  # with torch
 
-    run_or_abort(lambda world: _pretrain(arguments, world, watchdog), waits=watchdog.heart.wait)
-    return 0
+        pretrain.pretrain(arguments, world, watchdog)
 
-
-def _pretrain(arguments: Arguments, world: Comm, watchdog: Watchdog) -> None:
-    from .pretrain import pretrain
-
-    pretrain(arguments, world, watchdog)
+    _run(pretrain, waits=watchdog.heart.wait)
 
 
 def _check_layout(

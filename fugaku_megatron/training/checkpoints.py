@@ -147,7 +147,7 @@ class TrainingState:
         local = self.run.output.save_local
         description = Description(
             self.progress.iteration,
-            layout_record(self.run, self.layout),
+            layout_record(self.plan),
             asdict(self.run),
             self.state(),
             self.run.output.keep_last,
@@ -328,8 +328,9 @@ class TrainingState:
         self.replicas.reset()
 
 
-def layout_record(run: RunConfig, layout: Layout) -> dict[str, int | str]:
+def layout_record(plan: Plan) -> dict[str, int | str]:
     """Return the layout as a manifest records it: parallel sizes, layers of stages, ZeRO shards."""
+    layout = plan.layout
     record: dict[str, int | str] = {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
@@ -337,7 +338,7 @@ def layout_record(run: RunConfig, layout: Layout) -> dict[str, int | str]:
     if layout.cp > 1:
         record["context_parallel_size"] = layout.cp
     return record | {
-        "pipeline_split": ",".join(map(str, virtual_stage_sizes(run))),
+        "pipeline_split": ",".join(map(str, virtual_stage_sizes(plan.config))),
         "data_parallel_size": layout.dp,
-        "zero_shards": zero_shards(run, layout),
+        "zero_shards": zero_shards(plan.config, layout),
     }

@@ -31,7 +31,7 @@ EXCEPTIONS = {
     "planner/plan.py": "flags that a row of the comparison fixes, as a user's flags are fixed in a search",
     "planner/plan_text.py": "keys of the planner's JSON",
     "report/": VALUES,
-    "run/resume_notes.py": "keys of a checkpoint's layout, and their abbreviations",
+    "run/resume.py": "keys of a checkpoint's layout, and their abbreviations",
     "tokenizers/": "arguments of a tokenizer's class",
 }
 
@@ -105,7 +105,7 @@ from fugaku_megatron.cli.arguments import build_parser, parse
 from fugaku_megatron.config.architecture import architecture
 from fugaku_megatron.convert.hugging_face.architectures import LLAMA
 from fugaku_megatron.convert.megatron.arguments import arguments_of
-from fugaku_megatron.run.resume_notes import differences
+from fugaku_megatron.run.resume import differences
 from tools.megatron_flags import flag_tables
 
 small = dict(num_layers=1, hidden_size=8, num_attention_heads=2, seq_length=8, vocab_size=64, micro_batch_size=1)
