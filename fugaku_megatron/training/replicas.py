@@ -125,11 +125,7 @@ class Replicas:
     def exist(self) -> bool:
         """True if any rank's state has copies. The same on all ranks."""
         groups = self._groups
-        return groups.world.size > 1 and (groups.dp.size > 1 or self.unsplit_agree or self.ties)
-
-    @property
-    def unsplit_agree(self) -> bool:
-        return self._groups.tp.size > 1
+        return groups.world.size > 1 and (groups.dp.size > 1 or groups.tp.size > 1 or self.ties)
 
     @property
     def ties(self) -> bool:
@@ -167,7 +163,7 @@ class Replicas:
     def _differ(self, group: str) -> Deviation | None:
         """Return a deviation within a group, or None. Collective over the group."""
         comm: Comm = getattr(self._groups, group)
-        if comm.size == 1 or (group == "tp" and not self.unsplit_agree):
+        if comm.size == 1:
             return None
         held = [*self._held(group)]
         if not held:
@@ -251,13 +247,8 @@ def comparison_line(replicas: Replicas, run: RunConfig, groups: Groups) -> str:
         compared.append(f"{what} of {size} data-parallel replicas")
     else:
         alone.append("all else, which data-parallel size 1 leaves without a copy")
-    if replicas.unsplit_agree:
+    if groups.tp.size > 1:
         compared.append("what tensor-parallel ranks do not split")
-    elif groups.tp.size > 1:
-        alone.append(
-            "what tensor-parallel ranks do not split, whose 8-bit moments each rank rounds by "
-            "itself"
-        )
     if replicas.ties:
         compared.append("the tied embedding of two stages")
     if sharded and size > 1:
