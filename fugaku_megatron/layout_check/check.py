@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..comm.agreement import on_root
 from ..comm.base import Comm, SoloComm
-from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..costs.plan import Plan
 from ..data.dataset import Dataset, MockDataset
@@ -43,7 +42,6 @@ from .recorder import (
 from .shrink import (
     ITERATIONS,
     SAVED,
-    Small,
     formats,
     left_out,
     on_one_rank,
@@ -170,26 +168,24 @@ class Report:
         return self.first is None and self.problem is None
 
 
-def check_layout(
-    run: RunConfig, layout: Layout, world: Comm, build: Build, files: Files = NO_FILES
-) -> Report:
+def check_layout(plan: Plan, world: Comm, build: Build, files: Files = NO_FILES) -> Report:
     """Train small copies of a run in its layout and on one rank, and compare them. Collective.
 
     Raise ValueError for a run that cannot be made small, or a record that cannot be read or written.
     """
     started = time.perf_counter()
     on_root(world, lambda: _check_files(files))
-    small = shrink(run, layout)
+    small = shrink(plan)
     checked = world.rank < small.layout.world_size
     comm = world.split(int(not checked), world.rank)
     report = Report()
-    unchecked = left_out(run, small.run)
+    unchecked = left_out(plan.config, small.config)
     if checked:
-        small, lacking = _with_most_paths(run, layout, comm, build)
+        small, lacking = _with_most_paths(plan, comm, build)
         unchecked += lacking
-        for each in formats(small.run):
+        for each in formats(small.config):
             lines = report.lines
-            report = _compared(Small(each, small.layout), comm, build, files)
+            report = _compared(Plan(each, small.layout), comm, build, files)
             # The ranks may share one report.
             report = replace(report, lines=lines + report.lines)
             if not report.agrees:
@@ -205,15 +201,13 @@ def check_layout(
     return shared
 
 
-def _with_most_paths(
-    run: RunConfig, layout: Layout, comm: Comm, build: Build
-) -> tuple[Small, list[str]]:
+def _with_most_paths(plan: Plan, comm: Comm, build: Build) -> tuple[Plan, list[str]]:
     """Return the first small run in which every rank has every path, or the first one, and the paths that ranks lack. Collective."""
-    first = shrink(run, layout)
-    if not can_lack_paths(run):
+    first = shrink(plan)
+    if not can_lack_paths(plan.config):
         return first, []
     lacking: list[str] = []
-    for small in islice(small_runs(run, layout), TRIES):
+    for small in islice(small_runs(plan), TRIES):
         with contextlib.closing(_trainer(small, comm, build)) as trainer:
             found = lacking_paths(trainer, comm)
         if not found:
@@ -229,8 +223,8 @@ def _check_files(files: Files) -> None:
         check_against(files.against)
 
 
-def _title(small: Small, ranks: int, files: Files) -> str:
-    model = small.run.model
+def _title(small: Plan, ranks: int, files: Files) -> str:
+    model = small.config.model
     reference = "one rank" if files.against is None else str(files.against)
     return (
         f"check of the layout {small.layout} of {small.layout.world_size} of {ranks} ranks with {model.num_layers} layers of "
@@ -238,7 +232,7 @@ def _title(small: Small, ranks: int, files: Files) -> str:
     )
 
 
-def _result(report: Report, small: Small, seconds: float, files: Files) -> str:
+def _result(report: Report, small: Plan, seconds: float, files: Files) -> str:
     if report.problem is not None:
         return report.problem
     if report.first is not None:
@@ -247,17 +241,17 @@ def _result(report: Report, small: Small, seconds: float, files: Files) -> str:
     return f"the layout trains as {reference} ({seconds:.1f} s)"
 
 
-def _compared(small: Small, comm: Comm, build: Build, files: Files) -> Report:
+def _compared(small: Plan, comm: Comm, build: Build, files: Files) -> Report:
     """Compare one number format. Collective."""
     report = Report()
-    name = _format(small.run)
+    name = _format(small.config)
     with _shared_folder(comm, files.folder) as directory:
         pieces, unloadable = _record(small, comm, build, directory)
         ranks = comm.gather_object(pieces)
         on_root(comm, lambda: _write(files.record, name, ranks or []))
         against = on_root(comm, lambda: _read(files.against, name))
         if ranks is not None:
-            comparison = Comparison(Tolerance.of(small.run))
+            comparison = Comparison(Tolerance.of(small.config))
             if files.against is None:
                 report.problem = _compare_alone(small, ranks, comparison, build, directory)
                 if comparison.first is None:
@@ -293,17 +287,17 @@ def _read(directory: Path | None, name: str) -> dict[Point, Tensor]:
 
 
 def _compare_alone(
-    small: Small,
+    small: Plan,
     ranks: list[list[Piece]],
     comparison: Comparison,
     build: Build,
     directory: Path,
 ) -> str | None:
     """Train on one rank and compare. Return the reason if the layout's checkpoint does not load."""
-    run = on_one_rank(small.run)
-    alone = Small(run, Layout.from_run(run, 1))
+    run = on_one_rank(small.config)
+    alone = Plan.of(run, 1)
     with contextlib.closing(
-        _trainer(Small(with_other_kernels(run), alone.layout), SoloComm(), build)
+        _trainer(Plan(with_other_kernels(run), alone.layout), SoloComm(), build)
     ) as trainer:
         if isinstance(trainer.optimizer.matrices, Muon):
             trainer.optimizer.matrices.update_as(small.layout.tp)
@@ -324,7 +318,7 @@ def _compare_alone(
     return None
 
 
-def _loaded(alone: Small, build: Build, directory: Path) -> list[Piece]:
+def _loaded(alone: Plan, build: Build, directory: Path) -> list[Piece]:
     with contextlib.closing(_trainer(alone, SoloComm(), build)) as trainer:
         trainer.load(str(directory))
         return _checkpoint_pieces(trainer, CHECKPOINT)
@@ -345,14 +339,13 @@ def _loaded_pieces(trainer: Trainer) -> list[Piece]:
     return states + _checkpoint_pieces(trainer, LOADED)
 
 
-def _trainer(small: Small, world: Comm, build: Build) -> Trainer:
-    run, layout = small
-    samples = samples_of(run, (ITERATIONS + 1) * layout.global_batch_size(run))
-    return build(Plan(run, layout), world, (samples, samples))
+def _trainer(small: Plan, world: Comm, build: Build) -> Trainer:
+    samples = samples_of(small.config, (ITERATIONS + 1) * small.global_batch_size)
+    return build(small, world, (samples, samples))
 
 
 def _record(
-    small: Small, comm: Comm, build: Build, directory: Path
+    small: Plan, comm: Comm, build: Build, directory: Path
 ) -> tuple[list[Piece], str | None]:
     """Return this rank's tensors of the small run, saved and continued, or the reason if it does not load. Collective."""
     with contextlib.closing(_trainer(small, comm, build)) as trainer:

@@ -20,6 +20,7 @@ from ..config.rows import MLP_OF_EXPERTS
 from ..config.run_config import RunConfig
 from ..config.training import BatchConfig
 from ..costs.buckets import bucket_units
+from ..costs.plan import Plan
 from ..costs.sizes import padded_vocab_size
 from ..costs.stages import TIED
 
@@ -47,13 +48,6 @@ EXPERTS = (2, 4, 8, 16)  # of an expert-parallel rank
 CHOICES = 2  # experts for each that a token has, at least
 
 
-class Small(NamedTuple):
-    """A small run and its layout, on the first ranks of the run's world."""
-
-    run: RunConfig
-    layout: Layout
-
-
 class _Width(NamedTuple):
     """Sizes of a narrow layer. divisor: of heads and of query groups"""
 
@@ -63,16 +57,18 @@ class _Width(NamedTuple):
     experts: int | None
 
 
-def shrink(run: RunConfig, layout: Layout) -> Small:
+def shrink(plan: Plan) -> Plan:
     """Return the run with a few narrow layers and short samples, in the layout of at most a few data-parallel ranks.
 
     Raise ValueError for a run whose layers cannot be made narrow.
     """
-    return next(small_runs(run, layout))
+    return next(small_runs(plan))
 
 
-def small_runs(run: RunConfig, layout: Layout) -> Iterator[Small]:
+def small_runs(plan: Plan) -> Iterator[Plan]:
     """Yield small runs of equally many ranks, from narrow to wide ones. Errors: as of `shrink`"""
+    run = plan.config
+    layout = plan.layout
     dp = _data_parallel_size(layout)
     microbatches = layout.microbatches(run)
     batch = BatchConfig(
@@ -104,7 +100,7 @@ def small_runs(run: RunConfig, layout: Layout) -> Iterator[Small]:
                     run.numbers, abft=None, check_weight_hash_across_dp_replicas_interval=0
                 ),
             )
-            fitting = Small(small, Layout.from_run(small, world_size))
+            fitting = Plan.of(small, world_size)
         except ValueError as error:
             refused = error
             continue

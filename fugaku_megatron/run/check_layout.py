@@ -75,8 +75,7 @@ def check_run_layout(run: RunConfig, world: Comm, files: Files) -> Report:
         folder = next(each for each in (save, *save.parents) if each.is_dir())
     with everywhere():
         report = check_layout(
-            plan.config,
-            plan.layout,
+            plan,
             world,
             build=build_trainer,
             files=files._replace(folder=folder),

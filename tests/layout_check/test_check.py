@@ -15,8 +15,8 @@ import torch
 
 from fugaku_megatron.checkpoint.tensor_files import write_tensors
 from fugaku_megatron.comm.base import Comm, SoloComm
-from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
+from fugaku_megatron.costs.plan import Plan
 from fugaku_megatron.layout_check import check as check_module
 from fugaku_megatron.layout_check.check import NO_FILES, Files, Report, check_layout
 from fugaku_megatron.layout_check.compare import Comparison, Tolerance
@@ -110,8 +110,7 @@ FORMATS = {
 
 def check(world: Comm, run: RunConfig, files: Files) -> Report:
     torch.set_num_threads(1)
-    layout = Layout.from_run(run, world.size)
-    return check_layout(run, layout, world, build_trainer, files)
+    return check_layout(Plan.of(run, world.size), world, build_trainer, files)
 
 
 def checked(layout: str, flags: dict[str, Any] | None = None, files: Files = NO_FILES) -> Report:
@@ -523,7 +522,7 @@ def test_what_the_copy_has_not_is_said(monkeypatch):
 def test_a_small_router_still_chooses(chosen, kept):
     """With two experts of which each token has two, a balancing loss has no gradient but rounding errors."""
     run, ranks = lay_out("tp2", {**EXPERTS, "num_experts": 16, "moe_router_topk": chosen})
-    assert shrink(run, Layout.from_run(run, ranks)).run.model.num_experts == kept
+    assert shrink(Plan.of(run, ranks)).config.model.num_experts == kept
 
 
 def test_a_rank_with_another_library_is_named(monkeypatch):

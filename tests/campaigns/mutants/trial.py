@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from fugaku_megatron.comm.base import Comm
+from fugaku_megatron.costs.plan import Plan
 from fugaku_megatron.layout_check import check
-from fugaku_megatron.layout_check.check import NO_FILES, Build, Report, Small
+from fugaku_megatron.layout_check.check import NO_FILES, Build, Report
 from fugaku_megatron.layout_check.compare import Comparison, Tolerance
 from fugaku_megatron.layout_check.points import Point
 from fugaku_megatron.layout_check.recorder import Piece, assembled
@@ -116,7 +117,7 @@ class _watched:
         compare_alone = self._compare_alone
 
         def compared(
-            small: Small,
+            small: Plan,
             ranks: Ranks,
             comparison: Comparison,
             build: Build,
