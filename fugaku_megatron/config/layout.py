@@ -10,7 +10,7 @@ from itertools import accumulate
 from ..pipeline.placement import evenly
 from .batches import sizes_of
 from .fields import check, flag
-from .parallel import A2A, EITHER, P2P
+from .parallel import A2A
 from .run_config import RunConfig
 
 
@@ -155,6 +155,8 @@ class Layout:
         """Return the micro-batches per rank, by default of the full batch. Raises ValueError unless divisible."""
         global_batch_size = global_batch_size or self.global_batch_size(run)
         each = run.batch.micro_batch_size * self.dp
+        if global_batch_size % each == 0:
+            return global_batch_size // each
         below = max(1, global_batch_size // each) * each
         name = f"--global-batch-size {global_batch_size}"
         remedy = f"use {below} or {below + each}"
@@ -167,12 +169,10 @@ class Layout:
             ramp = " ".join(map(str, run.batch.rampup_batch_size or ()))
             name = f"--rampup-batch-size {ramp}: its batch size {global_batch_size}"
             remedy = f"pass a start and an increment that are multiples of {each}"
-        check(
-            global_batch_size % each == 0,
+        raise ValueError(
             f"{name} is not divisible by --micro-batch-size {run.batch.micro_batch_size} x "
-            f"data-parallel size {self.dp} = {each}: {remedy}",
+            f"data-parallel size {self.dp} = {each}: {remedy}"
         )
-        return global_batch_size // each
 
 
 def _check_context(run: RunConfig, cp: int, tp: int, shards: int) -> None:
@@ -193,26 +193,13 @@ def _check_context(run: RunConfig, cp: int, tp: int, shards: int) -> None:
         f"--cp-comm-type has {len(given)} values: pass one, or one for each of "
         f"--num-layers {model.num_layers}",
     )
-    if A2A in cp_comm_types(run):
+    if A2A in run.cp_comm_types:
         _check_heads(run, cp, tp)
     check(
         not model.has_delta_nets or model.linear_num_key_heads % (tp * cp) == 0,
         f"--linear-num-key-heads {model.linear_num_key_heads} is not divisible by --tensor-model-parallel-size {tp} x "
         f"--context-parallel-size {cp}, whose ranks exchange heads of gated delta nets: change one of them",
     )
-
-
-def cp_comm_types(run: RunConfig) -> tuple[str, ...]:
-    model = run.model
-    tp = run.parallel.tensor_model_parallel_size
-    cp = run.parallel.context_parallel_size
-    groups = model.query_groups // tp
-    divides_heads = model.num_attention_heads % (tp * cp) == 0 and not model.qk_layernorm_all_heads
-    divides_groups = groups % cp == 0 or cp % max(1, groups) == 0
-    automatic = A2A if divides_heads and divides_groups else P2P
-    given = run.parallel.cp_comm_type or (EITHER,)
-    types = tuple(automatic if name == EITHER else name for name in given)
-    return types * model.num_layers if len(types) == 1 else types
 
 
 def _check_heads(run: RunConfig, cp: int, tp: int) -> None:

@@ -27,7 +27,7 @@ from .lora import DROPOUT_COLUMNS, LoraConfig
 from .model import ModelConfig
 from .optimizer import OptimizerConfig
 from .output import OutputConfig
-from .parallel import ParallelConfig
+from .parallel import A2A, EITHER, P2P, ParallelConfig
 from .precision import PrecisionConfig
 from .rows import Q8_BLOCK
 from .system import INT8, SystemConfig
@@ -244,6 +244,26 @@ class RunConfig:
         elif given := parallel.num_virtual_stages_per_pipeline_rank:
             chunks = given
         return placement_of(parallel.schedule, pp, chunks)
+
+    @cached_property
+    def cp_comm_types(self) -> tuple[str, ...]:
+        """How context-parallel ranks share keys and values, by layer."""
+        model = self.model
+        tp = self.tp
+        cp = self.parallel.context_parallel_size
+        groups = model.query_groups // tp
+        divides_heads = (
+            model.num_attention_heads % (tp * cp) == 0 and not model.qk_layernorm_all_heads
+        )
+        divides_groups = groups % cp == 0 or cp % max(1, groups) == 0
+        automatic = A2A if divides_heads and divides_groups else P2P
+        given = self.parallel.cp_comm_type or (EITHER,)
+        types = tuple(automatic if name == EITHER else name for name in given)
+        return types * model.num_layers if len(types) == 1 else types
+
+    @cached_property
+    def typical_cp_comm_type(self) -> str:
+        return max(self.cp_comm_types, key=self.cp_comm_types.count)
 
     @cached_property
     def tokens_per_microbatch(self) -> int:

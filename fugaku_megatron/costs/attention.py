@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..config.layer_kinds import ATTENTION, PROJ, QKV, LayerKind
-from ..config.layout import cp_comm_types, group_copies
+from ..config.layout import group_copies
 from ..config.model import ModelConfig
 from ..config.parallel import A2A, P2P
 from ..config.rows import LEARNABLE
@@ -20,7 +20,6 @@ from .sizes import (
     context_bytes,
     qkv_bytes,
     round_up,
-    typical_cp_comm_type,
 )
 
 # Attention kernels (kernels_sve/attention/attention_shape.h): rows of a block, dQ sums per head, and the length from which heads are few.
@@ -82,7 +81,7 @@ class AttentionCosts(MixerCosts):
         return Elementwise(moved, calls, allocations)
 
     def recomputed_bytes(self, run: RunConfig, kind: LayerKind) -> int:
-        cp_comm_type = typical_cp_comm_type(run)
+        cp_comm_type = run.typical_cp_comm_type
         saved = sum(record.saved_bytes for record in _rotary(run, cp_comm_type, kind))
         if run.parallel.context_parallel_size > 1 and cp_comm_type == A2A:
             saved += context_bytes(run)  # before heads are exchanged for rows
@@ -237,7 +236,7 @@ def attention_workspace_bytes(run: RunConfig, threads: int) -> int:
     threads: per rank. About 12 matrices (s, d) per head in progress; with a sequence segment's s if ranks exchange keys.
     """
     return max(
-        _attention_bytes(run, threads, cp_comm_type) for cp_comm_type in set(cp_comm_types(run))
+        _attention_bytes(run, threads, cp_comm_type) for cp_comm_type in set(run.cp_comm_types)
     )
 
 

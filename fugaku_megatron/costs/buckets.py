@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from ..config.layout import Layout
@@ -66,7 +66,8 @@ def adapter_parameters(run: RunConfig) -> tuple[int, ...]:
     )
 
 
-def unit_elements(run: RunConfig, stage: int) -> dict[Unit, int]:
+@lru_cache(maxsize=64)
+def unit_elements(run: RunConfig, stage: int) -> Mapping[Unit, int]:
     """Return trained elements on one rank by unit, in the order of `units`."""
     of_layers = adapter_parameters(run) if run.lora.on else layer_parameters(run)
     others = {HEAD: 0, EMBEDDING: 0}

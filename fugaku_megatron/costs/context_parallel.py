@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
-from ..config.layout import cp_comm_types
 from ..config.parallel import A2A, ALLGATHER, P2P
 from ..config.run_config import RunConfig
 from .records import Collective, Collectives
@@ -93,7 +92,7 @@ def key_working_bytes(run: RunConfig) -> int:
     segments' gradients in flight.
     """
     cp = run.parallel.context_parallel_size
-    comm_types = {*cp_comm_types(run)} - {A2A}
+    comm_types = {*run.cp_comm_types} - {A2A}
     if cp == 1 or not comm_types:
         return 0
     own = key_elements(run)

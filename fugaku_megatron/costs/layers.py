@@ -20,7 +20,6 @@ from .mlp import expert_records, mlp_records
 from .records import MatmulCollectives, Record, Records, all_reduce, linear
 from .sizes import (
     FP32_BYTES,
-    typical_cp_comm_type,
     vocabulary_rows,
 )
 
@@ -70,7 +69,7 @@ def layer_records(
     around_mixer, around_mlp = _layer_norms(run)
     records: Records = ()
     if each.mixer is not None:
-        comm_type = cp_comm_type or typical_cp_comm_type(run)
+        comm_type = cp_comm_type or run.typical_cp_comm_type
         mixer = mixer_costs(each.mixer).records(run, comm_type, kind)
         records = (*around_mixer[0], *mixer, *around_mixer[1])
     if each.mlp is not None:
@@ -172,7 +171,7 @@ def mean_layer_flops(run: RunConfig, counted: Callable[[Record], bool]) -> float
     flops = 0.0
     for kind in dict.fromkeys(layers):  # in one order on all ranks
         share = layers.count(kind) / len(layers)
-        flops += share * sum(r.flops_forward for r in layer_records(run, kind) if counted(r))
+        flops += share * sum([r.flops_forward for r in layer_records(run, kind) if counted(r)])
     return flops
 
 

@@ -27,7 +27,6 @@ from .optimizer_states import matrix_elements, scales, unit_segments
 from .sizes import (
     BF16_BYTES,
     FP32_BYTES,
-    typical_cp_comm_type,
     vocabulary_rows,
 )
 from .stages import (
@@ -138,7 +137,7 @@ def data_index_bytes(run: RunConfig, samples: int) -> int:
 @lru_cache(maxsize=64)
 def layer_saved_bytes(run: RunConfig) -> tuple[int, ...]:
     def saved(kind: LayerKind) -> int:
-        records = layer_records(run, kind, typical_cp_comm_type(run))
+        records = layer_records(run, kind)
         total = sum(r.saved_bytes for r in records)
         if run.training.recompute_granularity == "selective" and kind.mixer is not None:
             total -= mixer_costs(kind.mixer).recomputed_bytes(run, kind)
@@ -246,6 +245,7 @@ def posted_bytes(run: RunConfig, stage: int) -> int:
     return ahead * senders * run.residual_bytes
 
 
+@lru_cache(maxsize=64)
 def logits_rows(run: RunConfig) -> int:
     """Return the rows per logits block: equal blocks, as few as their memory allows, up to
     LOGITS_MAX_ROWS.

@@ -110,7 +110,7 @@ class Plan:
 
     @cached_property
     def schedule(self) -> Schedule:
-        return self.schedule_of(self.global_batch_size)
+        return run_schedule.build_schedule(self.config, self.microbatches)
 
     def schedule_of(self, samples: int) -> Schedule:
         """Return the pipeline schedule of an iteration. samples: its global batch size"""

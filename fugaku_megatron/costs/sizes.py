@@ -7,7 +7,7 @@ Between matmuls every rank has whole activations (s, b, h), or with --sequence-p
 from __future__ import annotations
 
 from ..config.fields import check
-from ..config.layout import cp_comm_types, group_copies
+from ..config.layout import group_copies
 from ..config.model import ModelConfig
 from ..config.parallel import A2A
 from ..config.run_config import RunConfig
@@ -54,17 +54,12 @@ FP32_BYTES = 4
 BF16_BYTES = 2
 
 
-def typical_cp_comm_type(run: RunConfig) -> str:
-    comm_types = cp_comm_types(run)
-    return max(comm_types, key=comm_types.count)
-
-
 def qkv_bytes(run: RunConfig, cp_comm_type: str | None = None) -> int:
     """Return the bytes for this rank's queries, keys and values, copied groups included."""
     model = run.model
     groups = run.model.query_groups // run.tp
     copies = 1
-    if (cp_comm_type or typical_cp_comm_type(run)) == A2A:
+    if (cp_comm_type or run.typical_cp_comm_type) == A2A:
         copies = group_copies(groups, run.parallel.context_parallel_size)
     width = (model.num_attention_heads // run.tp + 2 * groups * copies) * model.kv_channels
     return run.tokens_per_microbatch * width * run.element_bytes

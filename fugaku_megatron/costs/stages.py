@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
-from ..config.layout import cp_comm_types, stage_sizes
+from ..config.layout import stage_sizes
 from ..config.model import ModelConfig
 from ..config.run_config import RunConfig
 from ..pipeline.placement import FIRST_STAGE, balanced_cut, cut_of_stages, even_cut
@@ -84,7 +84,8 @@ def stage_recompute_groups(run: RunConfig, stage: int) -> list[list[range]]:
     ]
 
 
-def end_records(run: RunConfig, virtual_stage: int) -> list[Record]:
+@lru_cache(maxsize=4096)  # searches repeat the same runs
+def end_records(run: RunConfig, virtual_stage: int) -> tuple[Record, ...]:
     """Return the embedding's and the head's operations."""
     placement = run.placement
     records = list[Record]()
@@ -93,11 +94,11 @@ def end_records(run: RunConfig, virtual_stage: int) -> list[Record]:
     if virtual_stage == placement.virtual_stages - 1:
         tied = placement.owner(virtual_stage)[0] == FIRST_STAGE
         records += head_records(run, tied=tied)
-    return records
+    return tuple(records)
 
 
 def stage_records(run: RunConfig, stage: int) -> list[Record]:
-    comm_types = cp_comm_types(run)
+    comm_types = run.cp_comm_types
     records = list[Record]()
     for virtual_stage in run.placement.virtual_stages_of[stage]:
         for layer in virtual_stage_layers(run, virtual_stage):

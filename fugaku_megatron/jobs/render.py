@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ..cli.arguments import parse
 from ..config.fields import check
 from ..config.layout import Layout
-from ..costs import memory, run_schedule
+from ..costs.plan import Plan
 from ..layout_check.shrink import fewest_ranks
 from . import limits, torus
 from .job import Job
@@ -291,20 +291,15 @@ SLURM_RECIPES = [recipe.recipe for recipe in CLUSTERS["x86"].recipes]
 def slurm_memory_mib(cluster: Cluster, job: Recipe) -> tuple[Layout, float]:
     """Return the layout and the fullest rank's modelled MiB. ValueError if the recipe does not fit."""
     run = parse(["--mock-data", *job.words]).run
-    layout = Layout.from_run(run, job.nodes * cluster.ranks_per_node)
-    schedule = run_schedule.full_batch_schedule(run, layout)
-    largest = max(
-        memory.stage_memory(run, layout, stage, schedule.in_flight(stage)).total
-        for stage in range(job.pp)
-    )
-    mib = largest / 2**20
+    plan = Plan.of(run, job.nodes * cluster.ranks_per_node)
+    mib = max(stage.total for stage in plan.memory) / 2**20
     usable = USABLE * cluster.gib * 1024 / cluster.ranks_per_node
     check(
         mib <= usable,
         f"{cluster.name}, {job.recipe}: {mib:.0f} MiB per rank (model) are more than the {usable:.0f} that "
         f"each of {cluster.ranks_per_node} ranks on {cluster.gib} GiB can use: raise nodes, TP or PP",
     )
-    return layout, mib
+    return plan.layout, mib
 
 
 def fill(template: str, cluster: Cluster, **values: object) -> str:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..comm.grid import Grid
 from ..config.layer_kinds import MIXERS
-from ..config.layout import Layout, cp_comm_types
+from ..config.layout import Layout
 from ..config.parallel import A2A, ALLGATHER
 from ..config.rows import MLP_OF_EXPERTS
 from ..config.run_config import RunConfig
@@ -201,7 +201,7 @@ class Communication:
         if self.layout.cp == 1:
             return None
         verbs = {A2A: "all-to-all of heads", ALLGATHER: "all-gather of keys and values"}
-        verb = verbs.get(cp_comm_types(self.run)[layer], "ring of keys and values")
+        verb = verbs.get(self.run.cp_comm_types[layer], "ring of keys and values")
         return self.over(verb, "cp")
 
     def stage_border(self, layer: int, step: int) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ..config.fields import FieldValues, check, flag
 from ..config.layer_kinds import GATED_DELTA_NET, layer_symbols
-from ..config.layout import Layout, cp_comm_types
+from ..config.layout import Layout
 from ..config.model import ModelConfig
 from ..config.output import OutputConfig
 from ..config.parallel import ParallelConfig
@@ -78,7 +78,7 @@ def small_runs(plan: Plan) -> Iterator[Plan]:
         * dp,
     )
     world_size = dp * layout.tp * layout.pp * layout.cp
-    comm_types = cp_comm_types(run) if layout.cp > 1 else None
+    comm_types = run.cp_comm_types if layout.cp > 1 else None
     kept = _kept_layers(run, layout, comm_types)
     kept_comm_types = None if comm_types is None else tuple(comm_types[layer] for layer in kept)
     refused: ValueError | None = None

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.grid import Groups
-from ..config.layout import cp_comm_types
 from ..config.run_config import RunConfig
 from ..costs import memory
 from ..costs.sizes import padded_vocab_size
@@ -51,15 +50,17 @@ class Stage(nn.Module):
             ep=groups.ep if parallel.divides_experts else None,
             etp=groups.etp if parallel.divides_experts else None,
             cp=groups.cp,
-            cp_comm_types=cp_comm_types(run) if groups.cp.size > 1 else (),
+            cp_comm_types=run.cp_comm_types if groups.cp.size > 1 else (),
         )
         rows = memory.logits_rows(run)
         self.chunks: Any = nn.ModuleList(
             Chunk(run, virtual_stage, context, rows)
             for virtual_stage in self.placement.virtual_stages_of[groups.pp.rank]
         )
-        if self.first and self.last and run.model.tied:
-            self.last.output_weight = self.first.embedding.word_embeddings.weight
+        first = self.first
+        last = self.last
+        if first and last and run.model.tied:
+            last.output_weight = first.embedding.word_embeddings.weight
 
     @property
     def first(self) -> Chunk | None:

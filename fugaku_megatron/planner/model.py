@@ -234,7 +234,7 @@ def _virtual_stage_seconds(run: RunConfig, rank: Rank, without: str) -> list[Pha
         for piece, _ in pieces:  # virtual stages of different kinds share layer work
             if id(piece) not in known:
                 known[id(piece)] = rank.seconds(piece)
-        total = sum((known[id(piece)] * times for piece, times in pieces), Seconds())
+        total = sum([known[id(piece)] * times for piece, times in pieces], Seconds())
         return replace(total, **{without: 0.0}) if without else total
 
     for kind in set(kinds):
@@ -301,9 +301,10 @@ def _optimizer(run: RunConfig, layout: Layout, rank: Rank) -> float:
     saved_bytes = 2 * activations.FP32_BYTES - run.optimizer.moment_bytes
     if run.optimizer.main_params_dtype == "bf16":
         saved_bytes += 2
-    parameters = max(
+    trained = [
         stage_parameters(run, stage) - rank_memory.frozen_elements(run, stage) for stage in kinds
-    )
+    ]
+    parameters = max(trained)
     layers = max(
         sum(whole_layers(run.model, layers) for layers in stage_layers(run, stage))
         for stage in kinds

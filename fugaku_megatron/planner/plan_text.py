@@ -13,7 +13,6 @@ from ..config.layout import Layout
 from ..config.recipes import RECIPES
 from ..config.run_config import RunConfig, all_flags
 from ..costs.run_schedule import recompute_name
-from ..costs.sizes import typical_cp_comm_type
 from ..observe.log import schedule_plot
 from ..pipeline.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from ..pipeline.schedule import Schedule
@@ -124,7 +123,7 @@ def _shared(plan: LayoutCandidate) -> str:
     layout = plan.layout
     words = ""
     if layout.cp > 1:
-        words += f", CP {layout.cp} {typical_cp_comm_type(plan.run)}"
+        words += f", CP {layout.cp} {plan.run.typical_cp_comm_type}"
     if plan.run.model.num_experts:
         words += f", EP {layout.ep} x {layout.etp or layout.tp}"
     return words
@@ -138,7 +137,7 @@ def as_json(plan: LayoutCandidate, prediction: JsonObject, args: argparse.Namesp
         "tp": plan.layout.tp,
         "pp": plan.layout.pp,
         "cp": plan.layout.cp,
-        "cp_comm_type": typical_cp_comm_type(plan.run) if plan.layout.cp > 1 else None,
+        "cp_comm_type": plan.run.typical_cp_comm_type if plan.layout.cp > 1 else None,
         "ep": plan.layout.ep,
         "micro_batch_size": plan.run.batch.micro_batch_size,
         "ranks_per_node": plan.system.ranks_per_node,

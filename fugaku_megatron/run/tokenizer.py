@@ -103,7 +103,9 @@ def with_vocabulary(run: RunConfig, tokenizer: JsonObject | None) -> RunConfig:
             "--pretrained-checkpoint",
         )
         size = GPT2_VOCABULARY
-    return replace(run, model=replace(run.model, vocab_size=vocab_size or size))
+    if vocab_size is not None:
+        return run
+    return replace(run, model=replace(run.model, vocab_size=size))
 
 
 def end_of_document(data: DataConfig, tokenizer: JsonObject | None) -> int:

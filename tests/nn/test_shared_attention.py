@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fugaku_megatron.config.layout import Layout, cp_comm_types
+from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs.context_parallel import rank_segments
 from fugaku_megatron.nn.attention.context_parallel import (
     AttentionMask,
@@ -82,7 +82,7 @@ def test_parts_hold_every_pair_and_begin_and_end_with_one(name, ranks):
 def test_heads_of_whole_sequences_are_the_same_work_for_any_documents():
     """Exchanged heads: every rank has the same queries and keys, so only the number of heads counts."""
     run = small_run(context_parallel_size=4, num_attention_heads=8, hidden_size=64)
-    assert set(cp_comm_types(run)) == {"a2a"} and Layout.from_run(run, 4).cp == 4
+    assert set(run.cp_comm_types) == {"a2a"} and Layout.from_run(run, 4).cp == 4
 
     def heads(comm):
         x = torch.arange(S // 4 * 2 * 64, dtype=torch.float32).view(S // 4, 2, 64)
@@ -245,4 +245,4 @@ def test_which_way_a_layer_takes(heads, groups, given, ways):
         cp_comm_type=given,
     )
     Layout.from_run(run, 4)
-    assert " ".join(cp_comm_types(run)) == ways
+    assert " ".join(run.cp_comm_types) == ways
