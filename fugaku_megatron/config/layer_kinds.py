@@ -101,11 +101,6 @@ class LayerKind(NamedTuple):
     window: int | None
     rope: str | None
 
-    @property
-    def parts(self) -> int:
-        """Modules whose output is added to the residual stream: the mixer and the MLP."""
-        return (self.mixer is not None) + (self.mlp is not None)
-
 
 def layer_symbols(text: str, layers: int) -> tuple[str, ...]:
     """Return the symbols of each layer in --layer-types, or raise ValueError."""

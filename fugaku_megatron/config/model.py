@@ -757,8 +757,9 @@ class ModelConfig(ExpertFields, DeltaNetFields):
 
     @cached_property
     def layer_parts(self) -> tuple[int, ...]:
-        """Modules of each layer whose output is added to the residual stream."""
-        return tuple(kind.parts for kind in self.layer_kinds)
+        """Modules of each layer whose output is added to the residual stream: the mixer and the MLP."""
+        kinds = self.layer_kinds
+        return tuple((kind.mixer is not None) + (kind.mlp is not None) for kind in kinds)
 
     @cached_property
     def ropes(self) -> dict[str, ModelConfig]:

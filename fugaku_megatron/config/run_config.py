@@ -91,14 +91,15 @@ class RunConfig:
             f"--fp16-accumulation-chunk {chunk} is for --fp16, and this run is "
             f"{precision}: pass --fp16, or leave it out",
         )
-        check(
-            not splits or precision == "fp32",
-            f"--fp32-matmul bf16x3 is for FP32, and this run is {precision}: leave it out",
-        )
-        check(
-            not splits or experts is None,
-            f"--fp32-matmul bf16x3 is not supported with --num-experts {experts}: leave it out",
-        )
+        if splits:
+            check(
+                precision == "fp32",
+                f"--fp32-matmul bf16x3 is for FP32, and this run is {precision}: leave it out",
+            )
+            check(
+                experts is None,
+                f"--fp32-matmul bf16x3 is not supported with --num-experts {experts}: leave it out",
+            )
         self._check_int8()
         native = {
             "--fp32-matmul bf16x3": splits,

@@ -102,7 +102,7 @@ def typical_layer(model: ModelConfig) -> LayerKind:
 
 def per_layer(run: RunConfig, value: Callable[[LayerKind], int]) -> tuple[int, ...]:
     values = {kind: value(kind) for kind in set(run.model.layer_kinds)}
-    return tuple(values[kind] for kind in run.model.layer_kinds)
+    return tuple(map(values.__getitem__, run.model.layer_kinds))
 
 
 def last_recomputed_records(run: RunConfig, kind: LayerKind | None = None) -> list[Record]:

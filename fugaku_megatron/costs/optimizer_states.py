@@ -112,7 +112,7 @@ def layer_segments(run: RunConfig, kind: LayerKind) -> tuple[Segments, Segments]
     if run.lora.on:
         return divided, others
     norms = model.layer_norms
-    if kind.parts == 1:
+    if None in (kind.mixer, kind.mlp):
         norms = sum(model.norms_around)
     others += [(norms * model.norm.vectors, model.hidden_size)]
     if kind.mixer is not None:

@@ -58,9 +58,10 @@ def qkv_bytes(run: RunConfig, cp_comm_type: str | None = None) -> int:
     """Return the bytes for this rank's queries, keys and values, copied groups included."""
     model = run.model
     groups = run.model.query_groups // run.tp
+    cp = run.parallel.context_parallel_size
     copies = 1
-    if (cp_comm_type or run.typical_cp_comm_type) == A2A:
-        copies = group_copies(groups, run.parallel.context_parallel_size)
+    if cp > 1 and (cp_comm_type or run.typical_cp_comm_type) == A2A:
+        copies = group_copies(groups, cp)
     width = (model.num_attention_heads // run.tp + 2 * groups * copies) * model.kv_channels
     return run.tokens_per_microbatch * width * run.element_bytes
 

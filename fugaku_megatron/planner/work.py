@@ -188,7 +188,7 @@ def _around_parts(
     if more:
         moved = 2.0 * more * sizes["hidden"]
         work += Work(moved=moved, calls=more, allocations=((sizes["hidden"], more),))
-    if kind.parts == 1:
+    if None in (kind.mixer, kind.mlp):
         halves = tuple((size, count / 2) for size, count in work.allocations)
         return replace(work, moved=work.moved / 2, calls=work.calls / 2, allocations=halves)
     return work

@@ -295,7 +295,7 @@ class _Names:
             return theirs
         if layer is not None:
             kinds = self.model.layer_kinds
-            number = sum(kind.parts for kind in kinds[:layer])
+            number = sum(self.model.layer_parts[:layer])
             if kinds[layer].mixer is not None:
                 number += int(".mlp." in theirs or MLP_NORM in theirs)
             theirs = at_layer(theirs, number)
