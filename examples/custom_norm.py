@@ -4,28 +4,23 @@ python examples/custom_norm.py
 mpiexec -n 2 python examples/custom_norm.py
 """
 
-import torch
 from torch import Tensor
 
 import fugaku_megatron as fm
+from fugaku_megatron.comm.autograd import apply_saving
 from fugaku_megatron.config.rows import NORMS, NormPart
 from fugaku_megatron.nn.layers import Context, Norm
 from fugaku_megatron.nn.parameter import accumulate
 
 
-class Scale(torch.autograd.Function):
-    """x weight. The gradient of a parameter is added up in FP32, by `accumulate`."""
+def scaled(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x weight. The gradient of a parameter is added up in FP32, by `accumulate`."""
 
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight = weight
-        return x * weight
+    def backward(dy: Tensor, x: Tensor) -> Tensor:
+        accumulate(weight, (dy * x).sum((0, 1)))
+        return dy * weight
 
-    @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
-        accumulate(ctx.weight, (dy * ctx.saved_tensors[0]).sum((0, 1)))
-        return dy * ctx.weight, None
+    return apply_saving(lambda: (x * weight, (x,)), backward, x, weight)
 
 
 class TanhNorm(Norm):
@@ -36,7 +31,7 @@ class TanhNorm(Norm):
         self.weight = context.parameter(f"{name}.weight", (context.model.hidden_size,), fill=1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return Scale.apply((x / 2).tanh(), self.weight)
+        return scaled((x / 2).tanh(), self.weight)
 
 
 NORMS["TanhNorm"] = NormPart(

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fugaku_megatron.comm.autograd import Saved, apply_saving
 from fugaku_megatron.config.decay_shapes import SHAPES, Shape
 from fugaku_megatron.config.layer_kinds import IN_PROJ, MIXERS, OUT_PROJ, MixerPart
 from fugaku_megatron.config.optimizer import OPTIMIZERS, OptimizerPart
@@ -36,20 +37,17 @@ GATE = Functions(_gate, _gate_gradient)
 SQUARE = Functions(lambda x: F.relu(x) ** 2, lambda dy, x: dy * 2 * F.relu(x))
 
 
-class _Normalize(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def _normalized(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def forward() -> tuple[Tensor, Saved]:
         rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
-        ctx.save_for_backward(x, rstd)
-        ctx.weight = weight
-        return x * rstd * weight
+        return x * rstd * weight, (x, rstd)
 
-    @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
-        x, rstd = ctx.saved_tensors
-        accumulate(ctx.weight, (dy * x * rstd).sum((0, 1)))
-        scaled = dy * ctx.weight
-        return rstd * (scaled - x * rstd.square() * (scaled * x).mean(-1, keepdim=True)), None, None
+    def backward(dy: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
+        accumulate(weight, (dy * x * rstd).sum((0, 1)))
+        scaled = dy * weight
+        return rstd * (scaled - x * rstd.square() * (scaled * x).mean(-1, keepdim=True))
+
+    return apply_saving(forward, backward, x, weight)
 
 
 class RootMeanSquare(Norm):
@@ -60,7 +58,7 @@ class RootMeanSquare(Norm):
         self.weight = context.parameter(f"{name}.weight", (context.model.hidden_size,), fill=1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Normalize.apply(x, self.weight, self.epsilon)
+        return _normalized(x, self.weight, self.epsilon)
 
 
 class CausalMean(nn.Module):
