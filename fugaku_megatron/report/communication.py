@@ -8,7 +8,6 @@ from dataclasses import asdict
 from itertools import product
 
 import torch
-from torch import Tensor
 
 from ..calibration import calibrate
 from ..calibration.calibrate import NetworkRates
@@ -114,19 +113,15 @@ def collective_rows(context: Context) -> Iterator[JsonObject]:
             }
 
 
-def operands(n: int, ranks: int) -> dict[str, tuple[Tensor, ...]]:
-    """Return each verb's tensors for n FP32 elements in all, a multiple of the ranks."""
+def collective(comm: Comm, verb: str, n: int) -> Callable[[], object]:
+    """Return a call of the verb on n FP32 elements in all, a multiple of the ranks."""
     whole = torch.ones(n)
-    part = torch.ones(n // ranks)
-    return {
+    part = torch.ones(n // comm.size)
+    tensors = {
         "all_reduce": (whole,),
         "reduce_scatter": (part, whole),
         "all_gather": (whole, part),
-    }
-
-
-def collective(comm: Comm, verb: str, n: int) -> Callable[[], object]:
-    tensors = operands(n, comm.size)[verb]
+    }[verb]
     return lambda: getattr(comm, verb)(*tensors)
 
 

@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import re
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 from .. import __version__
 from ..config.fields import check
 from ..text.named_files import JsonObject, read_text
-from ..text.numbers import rounded
+from ..text.numbers import rounded, say
 from ..text.written_files import new_file
 
 SHARES = {
@@ -163,7 +162,7 @@ def rows_of(sections: JsonObject, name: str, rows: str = "rows") -> list[JsonObj
 
 
 def progress(text: str) -> None:
-    print(f"report: {text}", file=sys.stderr, flush=True)
+    say(f"report: {text}")
 
 
 def clock(seconds: float) -> str:

@@ -27,7 +27,7 @@ from ...cli.output_files import check_file, writing
 from ...config.fields import check, check_positive
 from ...costs.stages import model_parameters
 from ...text.named_files import JsonObject, StrPath
-from ...text.numbers import duration_text
+from ...text.numbers import duration_text, say
 from ...text.table import pipe_table, write_csv
 from ..export.history import HISTORY
 from . import loss_plot, rank_table
@@ -43,23 +43,6 @@ from .iteration_metrics import (
 )
 from .run_log import FORMULAS, Job, LogFile, LogSummary
 
-LOG_COLUMNS = (
-    "log",
-    *(HEADERS[name] for name in published_header()),
-    "precision",
-    "ac",
-    "zero",
-    "seq",
-    "layers",
-    "hidden",
-    "heads",
-    "recomputed_tflops",
-    "iterations",
-    "last_iteration",
-    "loss",
-    "watts",
-    "tokens_per_joule",
-)
 ITERATION_COLUMNS = ("log", *(f.name for f in fields(IterationMetrics)))
 
 
@@ -179,36 +162,31 @@ def _basis(log: LogSummary) -> str:
 
 def record(log: LogSummary, name: str) -> JsonObject:
     """Return a log's CSV record: published cells, exact numbers and the model's shape."""
+    job = log.job
     row = row_of(log, _notes(name, log))
-    cells = {
-        HEADERS[name]: cell
-        for name, cell in zip(published_header(), row.cells())
-        if cell != UNKNOWN
-    }
-    values = {
+    cells = zip(published_header(), row.cells())
+    model = job.run.model if job.run else None
+    last = log.last
+    return {
         "log": log.path,
-        **cells,
+        **{HEADERS[title]: None if cell == UNKNOWN else cell for title, cell in cells},
         "seconds": row.seconds,
         "tflops": row.tflops,
         "petaflops": row.petaflops,
-        "precision": log.job.precision,
-        "ac": log.job.recompute,
-        "zero": log.job.zero_stage,
+        "precision": job.precision,
+        "ac": job.recompute,
+        "zero": job.zero_stage,
+        "seq": model and model.seq_length,
+        "layers": model and model.num_layers,
+        "hidden": model and model.hidden_size,
+        "heads": model and model.num_attention_heads,
         "recomputed_tflops": log.recomputed_tflops,
         "iterations": len(log.counted),
+        "last_iteration": last and last.iteration,
+        "loss": last and last.lm_loss,
         "watts": log.watts,
         "tokens_per_joule": log.tokens_per_joule,
     }
-    if run := log.job.run:
-        values |= {
-            "seq": run.model.seq_length,
-            "layers": run.model.num_layers,
-            "hidden": run.model.hidden_size,
-            "heads": run.model.num_attention_heads,
-        }
-    if log.last:
-        values |= {"last_iteration": log.last.iteration, "loss": log.last.lm_loss}
-    return values
 
 
 def draw(path: StrPath, logs: Sequence[LogSummary], x: str = "iteration") -> bool:
@@ -413,7 +391,8 @@ def _write(options: argparse.Namespace, logs: Sequence[LogSummary]) -> None:
                 rows = ({"log": log.path, **asdict(i)} for log in logs for i in log.iterations)
                 write_csv(options.csv, ITERATION_COLUMNS, rows)
             else:
-                write_csv(options.csv, LOG_COLUMNS, map(record, logs, names(logs)))
+                records = list(map(record, logs, names(logs)))
+                write_csv(options.csv, list(records[0]), records)
     if options.png:
         with writing("--png", options.png):
             draw(options.png, logs, options.x)
@@ -445,9 +424,7 @@ def _print_progress(log: LogSummary, last: IterationMetrics) -> None:
     left = (last.train_iters - last.iteration) * (log.seconds or 0)
     tokens = "" if last.tokens_per_second is None else f", {last.tokens_per_second:,.0f} tokens/s"
     loss = "" if last.lm_loss is None else f", loss {last.lm_loss:.4g}"
-    print(
+    say(
         f"{log.path}: iteration {last.iteration} of {last.train_iters}, {seconds_text(log.seconds)} s each, "
-        f"{rate_text(log.tflops)} TFLOPs per rank{tokens}{loss}, {duration_text(left)} left",
-        file=sys.stderr,
-        flush=True,
+        f"{rate_text(log.tflops)} TFLOPs per rank{tokens}{loss}, {duration_text(left)} left"
     )
