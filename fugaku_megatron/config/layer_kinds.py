@@ -46,7 +46,7 @@ class MixerPart:
 
 MIXERS = {
     ATTENTION: MixerPart(
-        layer="fugaku_megatron.nn.blocks:SelfAttention",
+        layer="fugaku_megatron.nn.attention.self_attention:SelfAttention",
         symbol="*",
         linears=(QKV, PROJ),
         stateful=("core_attention",),

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.host import kernels
 from fugaku_megatron.nn import blocks, layers
+from fugaku_megatron.nn.attention.self_attention import SelfAttention
 from fugaku_megatron.nn.forward_context import Pass
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.optim.flat import FlatParameters
@@ -37,7 +38,7 @@ LAYERS: dict[str, Callable[[layers.Context], nn.Module]] = {
     "row": lambda c: layers.RowParallelLinear("x", H, 48, c),
     "words": lambda c: layers.VocabParallelEmbedding("x", 96, c),
     "positions": lambda c: layers.PositionEmbedding("x", c),
-    "attention": lambda c: blocks.SelfAttention("x", 3, c),
+    "attention": lambda c: SelfAttention("x", 3, c),
     "mlp": lambda c: blocks.MLP("x", c),
     "transformer": lambda c: blocks.TransformerLayer(3, c),
 }
