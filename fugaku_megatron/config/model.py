@@ -830,7 +830,7 @@ class ModelConfig(ExpertFields, DeltaNetFields):
         """Elements per token in the attention output: n d."""
         return self.num_attention_heads * self.kv_channels
 
-    @property
+    @cached_property
     def norm(self) -> NormPart:
         return NORMS[self.normalization]
 

@@ -138,7 +138,9 @@ class RunConfig:
             check(not given, f"--int8 does not work with {other}: leave one of them out")
 
     def _check_abft(self) -> None:
-        layers = self.numbers.abft or ()
+        layers = self.numbers.abft
+        if not layers:
+            return
         count = self.model.num_layers
         beyond = next((layer for layer in layers if layer != "all" and int(layer) >= count), None)
         check(
@@ -146,8 +148,7 @@ class RunConfig:
             f"--abft {beyond}: the model has layers 0 to {count - 1}: pass some of them, or all",
         )
         check(
-            not layers
-            or (self.system.kernels != "torch" and self.system.fp16_accumulation_chunk is None),
+            self.system.kernels != "torch" and self.system.fp16_accumulation_chunk is None,
             "--abft is for the C++ kernels with sums in FP32: leave out "
             "--kernels torch and --fp16-accumulation-chunk, or leave --abft out",
         )
@@ -339,10 +340,10 @@ def all_flags() -> tuple[Declaration, ...]:
 def run_of(values: FieldValues) -> RunConfig:
     """Return the run with these flags, by name. Raises ValueError for values that contradict each other."""
     assert values.keys() <= GROUP_OF.keys(), f"no such fields: {values.keys() - GROUP_OF.keys()}"
-    groups: dict[str, FieldValues] = {group: {} for group in GROUPS}
+    groups: dict[str, FieldValues] = {}
     for name, value in values.items():
-        groups[GROUP_OF[name]][name] = value
-    return RunConfig(**{group: config(**groups[group]) for group, config in GROUPS.items()})
+        groups.setdefault(GROUP_OF[name], {})[name] = value
+    return RunConfig(**{group: GROUPS[group](**flags) for group, flags in groups.items()})
 
 
 def saved_run(manifest: FieldValues, sizes: tuple[int, int] | None = None) -> RunConfig:

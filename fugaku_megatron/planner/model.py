@@ -201,12 +201,12 @@ def step(
     pipeline = makespan(lists, costs)
     slowest = max(stages, key=lambda stage: stage[0].total + stage[1].total)
     busy = (
-        sum(forward.total + backward.total for forward, backward, _ in stages)
+        sum([forward.total + backward.total for forward, backward, _ in stages])
         / layout.pp
         * lists.microbatches
     )
     once = sum(
-        forward.total + backward.total - weights.total for forward, backward, weights in stages
+        [forward.total + backward.total - weights.total for forward, backward, weights in stages]
     )
     return Step(
         slowest=slowest[0] + slowest[1],
