@@ -1,6 +1,6 @@
 """Measure how a start reads: calls, functions, files, and returns to a file that was left before.
 
-    python -m tools.start_profile train --recipe demo --mock-data --vocab-size 512 --dry-run --world-size 8
+    python -m tools.start_profile train --recipe demo --mock-data --vocab-size 512 --dry-run --world-size 4
 
 Run a command of fugaku-megatron in this process until it ends or calls `train_step`. Imports are not counted.
 A return is a function whose first call is in a file that the start has left before: a start without any reads downwards.
