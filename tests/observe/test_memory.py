@@ -13,6 +13,7 @@ import torch
 from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.comm.agreement import Nodes, find_nodes
 from fugaku_megatron.comm.base import SoloComm
+from fugaku_megatron.costs import memory
 from fugaku_megatron.costs.attention import attention_workspace_bytes
 from fugaku_megatron.costs.plan import Plan
 from fugaku_megatron.data.dataset import MockDataset
@@ -65,6 +66,23 @@ def test_a_model_that_does_not_fit_is_refused_with_both_figures():
         and "--checkpoint-activations" in str(error.value)
         and "\n" not in str(error.value)
     )
+
+
+def test_a_plan_computes_the_memory_of_a_stage_once(monkeypatch):
+    """The allocator, the check and the dry run read one value."""
+    stages = []
+    stage_memory = memory.stage_memory
+
+    def counted(run, layout, stage, *more):
+        stages.append(stage)
+        return stage_memory(run, layout, stage, *more)
+
+    monkeypatch.setattr(memory, "stage_memory", counted)
+    plan = Plan.of(small_run(pipeline_model_parallel_size=2), 2)
+    for rank in (0, 1, 0):
+        memory_module.rank_bytes(plan, rank)
+    plan_stage(plan, 1)
+    assert stages == [0, 1]
 
 
 def test_the_ranks_of_a_node_are_added_up(monkeypatch):
