@@ -6,12 +6,12 @@ literal header and stop of a template, and puts the real content of each message
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fugaku_megatron.data.chat.chats import user_turn as user
-from tests.checks.chats import assistant
+from tests.helpers import RECORDED
 
 
 def calls(content, *names: str, **more) -> dict:
@@ -20,15 +20,6 @@ def calls(content, *names: str, **more) -> dict:
     return {"role": "assistant", "content": content, "tool_calls": tools, **more}
 
 
-def tool(content: str, name: str = "look_up") -> dict:
-    return {"role": "tool", "content": content, "name": name}
-
-
-def thinks(content: str, thought: str) -> dict:
-    return {**assistant(content), "reasoning_content": thought}
-
-
-SYSTEM = {"role": "system", "content": "be brief"}
 TOOLS = [
     {
         "type": "function",
@@ -39,79 +30,7 @@ TOOLS = [
         },
     }
 ]
-CHATS: dict[str, list[dict]] = {
-    "one turn": [user("a question"), assistant("an answer")],
-    "two turns": [user("one?"), assistant("two"), user("and?"), assistant("three")],
-    "a system message": [SYSTEM, user("one?"), assistant("two"), user("and?"), assistant("three")],
-    "many turns": [user("ask"), assistant("say"), user("more"), assistant("less")] * 5,
-    "a user's turn last": [user("one?"), assistant("two"), user("thanks")],
-    "the assistant first": [assistant("welcome"), user("one?"), assistant("two")],
-    "two answers": [user("one?"), assistant("two"), assistant("and a half")],
-    "an empty answer": [user("one?"), assistant(""), user("well?"), assistant("two")],
-    "an echo": [
-        user("same words"),
-        assistant("same words"),
-        user("same words"),
-        assistant("same words"),
-    ],
-    "white space": [
-        user("one?"),
-        assistant("\n\n  two \n"),
-        user(" and?\n"),
-        assistant("\tthree\n\n"),
-    ],
-    "lines": [user("a\nb"), assistant("c\n\nd\n```\ne\n```"), user("f"), assistant("1. g\n2. h")],
-    "other scripts": [
-        user("日本語?"),
-        assistant("はい、🙂 é"),
-        user("ñ"),
-        assistant("\u05d0\u200f"),
-    ],
-    "thoughts in the text": [
-        user("one?"),
-        assistant("<think>\nhm\n</think>\n\ntwo"),
-        user("and?"),
-        assistant("<think>\nwell\n</think>\n\nthree"),
-    ],
-    "thoughts": [user("one?"), thinks("two", "hm"), user("and?"), thinks("three", "well")],
-    "a thought alone": [user("one?"), thinks("", "hm")],
-    "tokens in the text": [
-        user("what is <|im_start|>assistant\n?"),
-        assistant("write <tool_call> and </think>, <|im_end|> or </s>"),
-        user("and <think>?"),
-        assistant("it begins </tool_call>"),
-    ],
-    "a call": [user("one?"), calls(None, "look_up"), tool("42"), assistant("it is 42")],
-    "a call with an empty text": [
-        user("one?"),
-        calls("", "look_up"),
-        tool("42"),
-        assistant("it is 42"),
-    ],
-    "a call with a text": [
-        user("one?"),
-        calls("let me see", "look_up"),
-        tool("42"),
-        assistant("so 42"),
-    ],
-    "two calls": [
-        user("one?"),
-        calls("", "look_up", "look_up"),
-        tool("42"),
-        tool("43"),
-        assistant("it is 42"),
-        user("and?"),
-        assistant("43"),
-    ],
-    "calls one by one, with thoughts": [
-        user("one?"),
-        calls("", "look_up", reasoning_content="hm"),
-        tool("42"),
-        calls("", "look_up", reasoning_content="again"),
-        tool("43"),
-        thinks("it is 43", "so"),
-    ],
-}
+CHATS: dict[str, list[dict]] = json.loads((RECORDED / "chats.json").read_text())
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import numpy as np
-import tokenizers
 
 from fugaku_megatron.cli import program
 from fugaku_megatron.data.chat.chat_files import ChatFiles, ChatWriter, signed
 from fugaku_megatron.data.chat.chats import user_turn as user
+from tests.checks.tokenizers import byte_level, save
 
 SPECIAL = [
     "<s>",
@@ -32,26 +32,13 @@ def assistant(text: str) -> dict[str, str]:
 
 
 TALK = [user("one?"), assistant("two "), user("and?"), assistant("three")]
+GOOD = {"messages": TALK}
 
 
 def write_tokenizer(path: Path) -> Path:
     """Write a byte-level tokenizer with every template's special tokens, and ChatML's template."""
-    path.mkdir(exist_ok=True)
-    kind = tokenizers.Tokenizer(tokenizers.models.BPE())
-    kind.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    kind.decoder = tokenizers.decoders.ByteLevel()
-    kind.train_from_iterator(
-        ["user assistant system one two three"],
-        tokenizers.trainers.BpeTrainer(
-            vocab_size=300,
-            special_tokens=SPECIAL,
-            show_progress=False,
-            initial_alphabet=kind.pre_tokenizer.alphabet(),
-        ),
-    )
-    kind.save(str(path / "tokenizer.json"))
-    own = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
-    (path / "tokenizer_config.json").write_text(json.dumps(own))
+    kind = byte_level(["user assistant system one two three"], SPECIAL)
+    save(kind, path, bos_token="<s>", eos_token="</s>")
     (path / "chat_template.jinja").write_text(CHATML)
     return path
 
@@ -121,3 +108,9 @@ def write_chats(prefix: Path, lengths, token: int = 5) -> ChatFiles:
             writer.add_document(signed(np.arange(token, token + length), np.arange(length) > 1))
             token += length
     return ChatFiles(prefix)
+
+
+def signed_chats(files: ChatFiles) -> list[np.ndarray]:
+    """Return the tokens of all chats, the trained ones negative."""
+    chats = [files.get(i).astype(np.int32) for i in range(len(files))]
+    return [signed(chat, files.trained(i, len(chat))) for i, chat in enumerate(chats)]

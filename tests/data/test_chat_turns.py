@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from tests.checks.chat_turns import (
     expected_text,
 )
 from tests.checks.chats import CHATML, assistant, user
+from tests.checks.tokenizers import byte_level, save
 
 pytestmark = pytest.mark.unit
 
@@ -38,23 +38,10 @@ FORM = r"pass --chat-template FILE, the template with {% generation %} .* trl's 
 
 def tokenizer_of(folder: Path, text: str, eos: str = "</s>") -> HuggingFaceTokenizer:
     """Write a byte-level tokenizer with the tokens that a template names."""
-    named = [token for token in dict.fromkeys(TOKENS.findall(text)) if token not in ORDINARY]
-    kind = tokenizers.Tokenizer(tokenizers.models.BPE())
-    kind.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    kind.decoder = tokenizers.decoders.ByteLevel()
-    kind.train_from_iterator(
-        ["user assistant tool"],
-        tokenizers.trainers.BpeTrainer(
-            vocab_size=400,
-            special_tokens=list(dict.fromkeys(["<s>", eos, *named])),
-            show_progress=False,
-            initial_alphabet=kind.pre_tokenizer.alphabet(),
-        ),
-    )
+    named = [token for token in TOKENS.findall(text) if token not in ORDINARY]
+    kind = byte_level(["user assistant tool"], [*dict.fromkeys(["<s>", eos, *named])], 400)
     kind.add_tokens([tokenizers.AddedToken(token, special=False) for token in ORDINARY])
-    kind.save(str(folder / "tokenizer.json"))
-    own = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": eos}
-    (folder / "tokenizer_config.json").write_text(json.dumps(own))
+    save(kind, folder, bos_token="<s>", eos_token=eos)
     return HuggingFaceTokenizer(folder)
 
 

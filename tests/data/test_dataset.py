@@ -8,7 +8,6 @@ from fugaku_megatron.data.build import Builder, build_datasets
 from fugaku_megatron.data.data_flags import parse_data_path, parse_split
 from fugaku_megatron.data.dataset import BlendedDataset, DatasetConfig, GPTDataset, MockDataset
 from fugaku_megatron.data.index_arrays import (
-    blending_blocks,
     sample_blocks,
 )
 from fugaku_megatron.data.indexed import IndexedDataset
@@ -168,11 +167,6 @@ def test_an_order_of_samples_beyond_memory_is_refused_before_it_is_built(tmp_pat
     assert [len(data) >= n for data, n in zip(built, (1000, 100))] == [True, True]
 
 
-def blending_indices(weights, num_samples):
-    datasets, samples = zip(*blending_blocks(weights, num_samples))
-    return np.concatenate(datasets), np.concatenate(samples)
-
-
 def walk_samples(lengths, document_index, seq_length):
     """Build the sample index by walking over the documents, as Megatron-core's build_sample_idx (C++)."""
     samples = (int(lengths[document_index].sum()) - 1) // seq_length
@@ -205,17 +199,3 @@ def test_sample_index_equals_the_walk(seed):
         assert np.concatenate(list(sample_blocks(lengths, order, seq_length))).tolist() == [
             list(map(int, entry)) for entry in walk_samples(lengths, order, seq_length)
         ]
-
-
-@pytest.mark.parametrize(
-    "weights", [[0.7, 0.3], [0.5, 0.3, 0.2], [1 / 3] * 3, [0.1, 0.2, 0.65, 0.05], [1.0]]
-)
-def test_blend_keeps_every_beginning_near_the_weights(weights):
-    datasets, samples = blending_indices(weights, 1000)
-    for i, weight in enumerate(weights):
-        taken = np.cumsum(datasets == i)
-        assert np.all(np.abs(taken - weight * np.arange(1, 1001)) < len(weights))
-        assert samples[datasets == i].tolist() == list(range(taken[-1]))
-    assert datasets[0] == np.argmax(weights)  # the heaviest comes first
-    # Errors weight * max(n, 1) - taken; the first of equal ones is taken.
-    assert blending_indices([0.5, 0.25, 0.25], 8)[0].tolist() == [0, 1, 2, 0, 0, 1, 2, 0]

@@ -6,12 +6,11 @@ import json
 
 import pytest
 
-from fugaku_megatron.data.chat.chat_files import ChatFiles
 from fugaku_megatron.data.chat.chats import chat_of, read_chat
 from fugaku_megatron.data.chat.record_forms import FORMS, MEDIA, SHARED
 from fugaku_megatron.data.input.documents import Document
 from fugaku_megatron.data.input.tables import CHAT
-from tests.checks.chats import assistant, preprocess, user, write_lines, write_tokenizer
+from tests.checks.chats import assistant, user
 from tests.checks.refusals import refusals
 
 pytestmark = pytest.mark.unit
@@ -113,23 +112,3 @@ def test_a_record_that_is_no_chat_is_refused_with_its_place(_, record, line):
     with pytest.raises(ValueError) as refused:
         read_chat(Document("a.json", 7, record.encode()))
     assert str(refused.value).startswith(f"a.json:7: {line}") and "\n" not in str(refused.value)
-
-
-def test_preprocess_reads_lines_and_arrays_of_records(tmp_path, capsys):
-    folder = write_tokenizer(tmp_path / "tokenizer")
-    records = [TALK, {**ALPACA, "input": "hello"}]
-    write_lines(tmp_path / "lines.jsonl", *records)
-    (tmp_path / "array.json").write_text(json.dumps(records, indent=2))
-    for source in ("lines.jsonl", "array.json"):
-        prefix = tmp_path / source.partition(".")[0]
-        words = ("--keep-order", "--workers", "1")
-        assert preprocess(folder, tmp_path / source, prefix, *words) == 0
-        shown = capsys.readouterr().out
-        assert "<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\n[+two<|im_end|>" in shown
-        assert "<|im_start|>user\ntranslate\nhello<|im_end|>\n" in shown and "[+bonjour<" in shown
-        assert len(ChatFiles(prefix)) == 2
-    write_lines(tmp_path / "bad.jsonl", TALK, said(("human", "a"), ("bot", "b")))
-    assert preprocess(folder, tmp_path / "bad.jsonl", tmp_path / "bad") == 2
-    error = capsys.readouterr().err.strip()
-    assert "bad.jsonl:2: message 2 of conversations is from 'bot'" in error
-    assert len(error.splitlines()) == 1

@@ -72,14 +72,6 @@ def test_same_bits_for_any_threads(target, same_for_any_threads, dtype, case):
     same_for_any_threads(lambda: attention(*inputs, **case.mask(), **DROPOUT))
 
 
-def repeated(qkv, heads, groups):
-    """Repeat each group's keys and values for all its query heads."""
-    s, b, width = qkv.shape
-    d = width // (heads + 2 * groups)
-    q, k, v = qkv.view(s, b, groups, -1, d).split([heads // groups, 1, 1], dim=3)
-    return torch.stack((q, k.expand_as(q), v.expand_as(q)), dim=4).reshape(s, b, -1)
-
-
 def test_a_long_sequence_has_the_bits_of_its_beginning(target):
     """Fewer heads are worked on at once, so that a group is done in parts. No gradient comes from beyond the beginning."""
     short = 32768
@@ -88,20 +80,6 @@ def test_a_long_sequence_has_the_bits_of_its_beginning(target):
     out, lse, dqkv = attention(qkv, dout, 4, window=16)
     begin = attention(qkv[:short].contiguous(), dout[:short].contiguous(), 4, window=16)
     assert_equal((out[:short], lse[..., :short], dqkv[:short]), begin)
-
-
-@for_each(dtype=FAST_DTYPES, window=[None, 30])
-def test_groups_do_not_change_the_bits_of_a_head(target, window, dtype):
-    """A query head's own results have the bits that it has with its own key, dropout included."""
-    heads = 6
-    groups = 2
-    options = {"window": window, **DROPOUT}
-    qkv, dout = make(150, 2, heads, 16, dtype, groups=groups)
-    one = attention(qkv, dout, heads, **options)
-    many = attention(repeated(qkv, heads, groups), dout, heads, **options)
-    grouped = one[2].view(150, 2, groups, -1, 16)[:, :, :, : heads // groups].flatten(2, 3)
-    single = many[2].view(150, 2, heads, 3, 16)[:, :, :, 0]
-    assert_equal((*one[:2], grouped), (*many[:2], single))
 
 
 @for_each(dtype=FAST_DTYPES, window=[100, 101, 2**40])

@@ -332,11 +332,6 @@ def test_what_a_stage_holds(name, chunks, stages):
 
 
 OPERATIONS = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
-# Of 124M, whose head costs five layers, and of a model whose head costs two, both cut for stages of equal cost.
-HEAVY = {
-    2: ((18, 21, 15), (24, 28, 20), (24, 28, 20), (94, 7, 5)),
-    4: ((12, 14, 10), *((18, 21, 15),) * 6, (42, 7, 5)),
-}
 
 
 def made_for(
@@ -395,19 +390,6 @@ def test_lists_made_for_the_costs_are_shorter(stages, costs, gain):
     own = made_for(costs, stages, 4 * stages)
     assert end(own, own.costs) <= gain * end(slots, own.costs)
     assert end(own, own.costs) <= (1 + 0.6 / 4) * busy(own, own.costs)
-
-
-@pytest.mark.parametrize(
-    ("stages", "microbatches", "pending", "idle"),
-    [(2, 4, None, 0.06), (2, 4, 3, 0.005), (2, 16, 3, 0.01), (4, 16, 6, 0.03)],
-)
-def test_a_heavy_last_part_and_more_memory_leave_stages_busy(stages, microbatches, pending, idle):
-    own = replace(made_for((6, 7, 5), stages, microbatches, pending=pending), costs=HEAVY[stages])
-    alike = replace(own, costs=(), pending=None)
-    assert end(own, own.costs) <= (1 + idle) * busy(own, own.costs) and end(
-        own, own.costs
-    ) < 0.97 * end(alike, own.costs)
-    assert max(most(own.in_flight(stage)) for stage in range(stages)) <= 2 * (pending or stages)
 
 
 @pytest.mark.parametrize(
