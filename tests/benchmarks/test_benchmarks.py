@@ -47,6 +47,7 @@ from fugaku_megatron.nn.forward_context import Pass
 from tests.checks.adapters import DELTA_NETS
 from tests.checks.benchmarks import QUICK, needs_mpi, options, result, start
 from tests.checks.once import once
+from tests.checks.refusals import refusals
 from tests.helpers import make_trainer, small_run
 from tests.llama_models import FAMILIES as BLOCKS
 
@@ -673,43 +674,8 @@ def test_decoding_against_llama_cpp(longer):
     assert measured["built_with"] in printed and measured["version"] in printed
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    {
-        "attention --recipe demo --json /no/such/folder/a.json": "--json /no/such/folder/a.json: /no/such/folder is not a directory",
-        "attention --recipe demo --only nothing": "--only 'nothing': no row has this in its name",
-        "attention --rounds 0": "--rounds 0: pass 1 or more",
-        "attention --threads 0": "--threads 0: pass 1 or more",
-        "attention --target x": "--target x cannot run here: pass",
-        "attention --recipe demo --tensor-model-parallel-size 3": "--num-attention-heads 4 is not divisible by",
-        "step --baseline-preload /no/such.so": "/no/such.so is not a file: pass a library's path, or one of tcmalloc",
-        "step --rounds 0": "--rounds 0: pass 1 or more",
-        "step --tensor-model-parallel-size 2": "need --ranks",
-        "step --schedules": "--schedules needs --ranks",
-        "step --ranks 2 --threads 2 --tensor-model-parallel-size 2 --cp-comm-type p2p": "leave the parallel sizes out",
-        "step --ranks 2 --threads 2 --seq-length 4098 --cp-comm-type p2p": "--seq-length 4098 is not divisible by 4, two parts for each of",
-        "step --recipe tinyllama-1.1b": "--baseline plain has GPT-2's block, and this model another: pass --baseline hf",
-        "step --micro-batch-size 3 --global-batch-size 4": "--global-batch-size 4 is not divisible by --micro-batch-size 3",
-        "step --ranks 1": "--ranks 1: pass 2 or more",
-        "step --ranks 4 --threads 2": "--ranks 4 needs 4 cores, one thread each; this run has 2",
-        "step --recipe demo --ranks 3 --threads 4": "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3",
-        "step --ranks 4 --threads 4 --pipeline-model-parallel-size 3": "--ranks 4 is not divisible by",
-        "decode --new-tokens 1": "--new-tokens 1: pass 2 or more",
-        "decode --rounds 0": "--rounds 0: pass",
-        "tables --machine epyc-2core --rows TP=3": "--rows 'TP=3': no row that this host can run has this in its name",
-        "tables": "--machine is missing: run fugaku-megatron calibrate",
-        "tables --machine epyc-2core --iterations 0": "--iterations 0: pass 1 or more",
-        "tables --machine /no/such.json": "--machine /no/such.json is unknown",
-        "schedule --stages 1": "--stages 1: pass 2 or more",
-        "schedule --rounds 0": "--rounds 0: pass 1 or more",
-        "schedule --slot-ms 0": "--slot-ms 0.0: pass a number above 0",
-        "schedule --chunks 1": "--chunks 1: pass 2 or more",
-        "two_hosts --rate fast": "--rate fast: write it as 1gbit or 500mbit",
-        "two_hosts --rounds 0": "--rounds 0: pass 1 or more",
-        "two_hosts --context-parallel --seq-length 510": "--seq-length 510 is not divisible by 4, two parts for each of",
-    }.items(),
-)
-def test_mistakes_are_one_line(words, message, monkeypatch):
+@pytest.mark.parametrize(("_", "words", "message"), refusals("benchmarks"))
+def test_mistakes_are_one_line(_, words, message, monkeypatch):
     monkeypatch.setattr(jobs, "run", lambda job: pytest.fail("nothing may be measured"))
     with pytest.raises(SystemExit) as error:
         main(words.split())

@@ -1,7 +1,6 @@
-"""Schedules: exact lists of small cases, invariants of all lists, and zero-bubble lists for given costs of F, I and W."""
+"""Schedules: exact lists of small cases, and invariants of all lists."""
 
 import functools
-import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,11 +8,7 @@ from itertools import repeat
 
 import pytest
 
-from fugaku_megatron.config.run_config import ParallelConfig
-from fugaku_megatron.costs.layers import layer_and_head_flops
-from fugaku_megatron.costs.run_schedule import build_schedule, split_costs
-from fugaku_megatron.costs.stages import virtual_stage_sizes
-from fugaku_megatron.pipeline import schedule_names, zero_bubble
+from fugaku_megatron.pipeline import schedule_names
 from fugaku_megatron.pipeline.instruction_lists import send_queue
 from fugaku_megatron.pipeline.instructions import (
     BACKWARD,
@@ -26,16 +21,15 @@ from fugaku_megatron.pipeline.instructions import (
     SEND_BACKWARD,
     SEND_FORWARD,
     SENDS,
-    InFlight,
     Instruction,
     peaks_in_flight,
 )
-from fugaku_megatron.pipeline.placement import Placement, SplitCosts, V, VirtualStageCosts
+from fugaku_megatron.pipeline.placement import Placement
 from fugaku_megatron.pipeline.schedule import Schedule, build
-from fugaku_megatron.pipeline.timeline import Costs, walk
-from tests.helpers import small_run
+from tests.checks.schedules import part_costs
 
 pytestmark = pytest.mark.unit
+
 
 KINDS = [
     ("1f1b", 1),
@@ -45,13 +39,19 @@ KINDS = [
     ("zb-h1", 3),
     ("zbv", 2),
 ]
+
+
 FAMILIES = [(name, chunks, stages) for name, chunks in KINDS for stages in (1, 2, 3, 4, 8)]
+
+
 COSTS = [
     ((6, 7, 5), 0),
     ((6, 12, 5), 0),
     ((3, 1, 1), 0),
     ((6, 7, 5), 50),
 ]  # that lists are made for, and more of the last part's F
+
+
 SHORT = {
     "F": FORWARD,
     "B": BACKWARD,
@@ -62,6 +62,8 @@ SHORT = {
     "rb": RECV_BACKWARD,
     "sb": SEND_BACKWARD,
 }
+
+
 LONG = {op: name for name, op in SHORT.items()}
 
 
@@ -100,11 +102,6 @@ def schedules(name: str, chunks: int, stages: int) -> list[Schedule]:
             for pending in {None, stages + 1 if head else None}
         ]
     return [*training, *(schedule.forward_only() for schedule in training)]
-
-
-def part_costs(parts: int, each: SplitCosts, head: int = 0) -> VirtualStageCosts:
-    """Return costs of virtual stages. head: added to F of the last one."""
-    return *(each,) * (parts - 1), (each[0] + head, *each[1:])
 
 
 @functools.cache
@@ -329,158 +326,3 @@ def test_what_a_stage_holds(name, chunks, stages):
                 assert most <= (
                     p - stage if schedule.name == "1f1b" else p * v
                 )  # in all, no more than the first stage of 1F1B
-
-
-OPERATIONS = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
-
-
-def made_for(
-    costs: SplitCosts,
-    stages: int,
-    microbatches: int,
-    head: int = 0,
-    pending: int | None = None,
-) -> Schedule:
-    """Build ZB-V for virtual stages of these costs."""
-    return replace(
-        build("zbv", stages, 2, microbatches),
-        costs=part_costs(2 * stages, costs, head),
-        pending=pending,
-    )
-
-
-def end(lists: Schedule, costs: VirtualStageCosts) -> float:
-    """Return the end of all stages at these costs of virtual stages."""
-    place = lists.placement
-    stages = range(lists.placement.stages)
-    chunks = range(lists.placement.model_chunks)
-    return walk(
-        lists,
-        Costs(
-            {
-                op: [
-                    [costs[place.virtual_stage(stage, chunk)][n] for chunk in chunks]
-                    for stage in stages
-                ]
-                for n, op in enumerate(OPERATIONS)
-            }
-        ),
-    )
-
-
-def busy(lists: Schedule, costs: VirtualStageCosts) -> int:
-    """Return the computation time of the busiest stage."""
-    place = lists.placement
-    stages = range(lists.placement.stages)
-    return lists.microbatches * max(
-        sum(sum(costs[place.virtual_stage(stage, chunk)]) for chunk in range(place.model_chunks))
-        for stage in stages
-    )
-
-
-def most(moments: Sequence[InFlight], share: float = 1) -> float:
-    """Return the most micro-batches in flight, per model chunk. share: weight of those between I and W."""
-    return max(sum(moment.activations) + share * sum(moment.weight_inputs) for moment in moments)
-
-
-@pytest.mark.parametrize(("costs", "gain"), [((6, 7, 5), 0.985), ((6, 12, 5), 0.88)])
-@pytest.mark.parametrize("stages", [4, 6, 8])
-def test_lists_made_for_the_costs_are_shorter(stages, costs, gain):
-    slots = build("zbv", stages, 2, 4 * stages)
-    own = made_for(costs, stages, 4 * stages)
-    assert end(own, own.costs) <= gain * end(slots, own.costs)
-    assert end(own, own.costs) <= (1 + 0.6 / 4) * busy(own, own.costs)
-
-
-@pytest.mark.parametrize(
-    ("costs", "head"), [((6, 7, 5), 0), ((6, 9, 5), 0), ((6, 12, 5), 0), ((6, 7, 5), 50)]
-)
-@pytest.mark.parametrize(("stages", "more"), [(1, 0), (2, 3), (5, 0), (8, 3)])
-def test_they_hold_no_more_than_they_may(stages, costs, head, more):
-    pending = stages + more if more else None
-    own = made_for(costs, stages, 70, head, pending)
-    for stage in range(stages):
-        moments = peaks_in_flight(own.instructions(stage), 2)
-        assert most(moments) <= 2 * (pending or stages)
-        for share in (1, 0.6):  # of a chunk's bytes that its W needs
-            assert most(own.in_flight(stage), share) == pytest.approx(
-                most(moments, share), rel=0.03
-            ), "a shorter list holds as much"
-
-
-def test_costs_of_runs_and_where_there_is_no_list():
-    place = Placement(8, 2, V)
-    costs = part_costs(16, (6, 7, 5), 14)
-    made = [
-        zero_bubble._Simulation(place, 24, 32, zero_bubble.Policy(costs, True, empties)).lists
-        for empties in (False, True)
-    ]
-    assert math.inf in [zero_bubble.end(place, lists, costs) for lists in made]
-    assert zero_bubble.end(place, zero_bubble.lists(place, 24, 32, costs), costs) < math.inf
-    placement = Placement(12, 3)
-    with pytest.raises(
-        zero_bubble.NoList,
-        match="12 stages of 3 chunks that hold 54 of them have no zero-bubble list",
-    ):
-        zero_bubble.lists(
-            placement,
-            168,
-            54,
-            tuple(repeat((6, 7, 5), placement.virtual_stages)),
-            tuple(repeat((6, 7, 2), placement.virtual_stages)),
-        )
-    run = small_run(
-        num_layers=4,
-        pipeline_model_parallel_size=2,
-        tensor_model_parallel_size=2,
-        pipeline_schedule="zb-h1",
-        zero_bubble_max_pending_backward=3,
-    )
-    lists = build_schedule(run, 4)
-    assert (
-        lists.pending == 3
-        and [w for _, _, w in lists.costs] == [10, 10]
-        and [w for _, _, w in lists.compared] == [4, 4]
-    )
-
-
-@pytest.mark.parametrize(
-    ("costs", "head"), [((1, 1, 1), 0), ((6, 7, 5), 0), ((6, 12, 5), 0), ((6, 7, 5), 50)]
-)
-@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (4, 2), (8, 4), (5, 16)])
-def test_the_end_is_that_of_the_walk_and_no_later_than_that_of_the_list_for_equal_costs(
-    stages, microbatches, costs, head
-):
-    own = made_for(costs, stages, microbatches, head)
-    found = zero_bubble.lists(own.placement, microbatches, 2 * stages, own.costs)
-    assert (
-        zero_bubble.end(own.placement, found, own.costs)
-        == end(own, own.costs)
-        <= end(replace(own, costs=()), own.costs)
-    )
-
-
-@pytest.mark.parametrize(
-    ("changes", "costs"),
-    [
-        ({}, (6, 7, 5)),
-        ({"recompute_granularity": "full"}, (6, 12, 5)),
-        ({"recompute_granularity": "full", "recompute_part_layers": (2, 2, 2, 0)}, (6, 7, 5)),
-    ],
-)
-def test_parts_cost_what_their_layers_and_the_head_do(changes, costs):
-    run = small_run(
-        num_layers=8, pipeline_model_parallel_size=2, pipeline_schedule="zbv", **changes
-    )
-    found = build_schedule(run, 4)
-    layers = virtual_stage_sizes(run)
-    layer, head = layer_and_head_flops(run)
-    expected = [tuple(cost * count for cost in costs) for count in layers]
-    expected[-1] = (expected[-1][0] + round(3 * 6 * head / layer), *expected[-1][1:])
-    assert found.costs == found.compared == split_costs(run) == tuple(expected)
-    assert (
-        build_schedule(
-            replace(run, parallel=ParallelConfig(pipeline_model_parallel_size=2)), 4
-        ).costs
-        == ()
-    )

@@ -1,18 +1,12 @@
-"""The report: checks of kernels, findings, hours, names, files and pages; whole runs are in tests/report/test_whole_reports.py."""
+"""The report: findings, hours, texts, comparisons and machines; whole runs are in tests/report/test_whole_reports.py."""
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
-import platform
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from fugaku_megatron.calibration import calibrate
 from fugaku_megatron.cli import program
@@ -29,100 +23,26 @@ from fugaku_megatron.report import (
     context,
     figures,
     findings,
-    kernel_rates,
     layers,
-    measure,
-    record,
     training,
 )
-from fugaku_megatron.report.record import NAMES, Budget, without_names
 from tests.checks.calibration import rank as calibrated_rank
+from tests.checks.reports import HEALTHY, report
 from tests.file_damage import changed
-from tests.helpers import RECORDED
 
 pytestmark = pytest.mark.unit
 
-# Sections of a report on a node without faults
-HEALTHY = json.loads((RECORDED / "report.json").read_text())
+
 (NODE,) = HEALTHY["host"]["nodes"]
+
+
 RANK = HEALTHY["kernels"]["ranks"][0]
+
+
 COLLECTIVE = HEALTHY["communication"]["collectives"][0]
+
+
 LAYERS = HEALTHY["layers"]["rows"][0]
-
-
-def report(sections=HEALTHY, complete=True, **more):
-    data = {
-        "format": record.FORMAT,
-        "version": record.VERSION,
-        "program": "0",
-        "complete": complete,
-        "seconds": 65.0,
-        "ended": "finished" if complete else "ended by SIGTERM",
-        "date": "2026-01-01",
-        "minutes": 10.0,
-        "sections": sections,
-    }
-    return {
-        **data,
-        "findings": findings.findings(sections),
-        "hours": layers.hours(sections),
-        **more,
-    }
-
-
-# Kernels --------------------------------------------------------------------------------------------------------------------------
-
-
-def test_every_kernel_agrees_with_the_reference_by_any_number_of_threads():
-    torch.set_num_threads(1)
-    rows = kernel_rates.compared()
-    assert all(row["good"] for row in rows) and len(rows) > 35
-    assert {row["kernel"] for row in rows} >= {
-        "linear_forward",
-        "attention_backward",
-        "adamw",
-        "cross_entropy_backward",
-    }
-    torch.set_num_threads(2)
-    assert [row["checksum"] for row in kernel_rates.compared()] == [row["checksum"] for row in rows]
-    torch.set_num_threads(1)
-
-
-def test_a_kernel_that_computes_something_else_is_found(monkeypatch):
-    real = kernels.activate
-
-    def wrong(x, bias, y):
-        real(x, bias, y)
-        if kernels.active() != "reference":
-            y.view(-1)[7] += 0.01
-
-    monkeypatch.setattr(kernels, "activate", wrong)
-    rows = kernel_rates.compared()
-    assert [row["kernel"] for row in rows if not row["good"]][0] == "activate"
-    found = findings.findings(changed(HEALTHY, "kernels/checks", rows))
-    assert (
-        found[0]["severe"]
-        and "activate" in found[0]["measured"]
-        and "do not train" in found[0]["remedy"]
-    )
-
-
-def test_a_nan_is_a_difference():
-    assert kernel_rates.difference([torch.tensor([float("nan")])], [torch.ones(1)]) == float("inf")
-    assert kernel_rates.difference([torch.tensor([1.5, 4.0])], [torch.tensor([1.0, 4.0])]) == 0.125
-
-
-def test_rates_are_bytes_over_time(monkeypatch):
-    monkeypatch.setattr(
-        kernel_rates,
-        "best_seconds",
-        lambda calls, rounds: [call() for call in calls] and 1e-3,
-    )
-    rows = kernel_rates.elementwise_rates(kernel_rates.Sizes(rows=64, cols=32), 0.01, 1)
-    assert {row["kernel"] for row in rows} == set(kernel_rates.ELEMENTWISE)
-    activate = next(row for row in rows if row["kernel"] == "activate")
-    assert activate["gbs"] == pytest.approx(4 * (2 * 64 + 1) * 32 / 1e-3 / 1e9)
-    assert activate["of_triad"] == pytest.approx(activate["gbs"] / 0.01)
 
 
 # Findings -------------------------------------------------------------------------------------------------------------------------
@@ -306,127 +226,6 @@ def test_every_model_has_hours_and_the_large_one_names_the_nodes_it_needs():
     assert [row["from"] for row in rows] == ["two layers of 1B"] * 4 and rows[3]["hours"] > rows[1][
         "hours"
     ] > 0
-
-
-# Names and files ------------------------------------------------------------------------------------------------------------------
-
-
-def test_names_are_replaced_and_words_that_contain_them_are_not():
-    words = {"/home/jo": "HOME", "jo": "USER", "node7": "HOST"}
-    text = {
-        "a": ["failed on node7: /home/jo/x: jo may not", "a job on node77", 5],
-        "b": "3 tokens/s, 16K/s",
-    }
-    assert without_names(text, words) == {
-        "a": ["failed on HOST: PATH: USER may not", "a job on node77", 5],
-        "b": "3 tokens/s, 16K/s",
-    }
-
-
-def test_files_are_whole_after_every_section_and_names_stay_on_request(tmp_path):
-    path = tmp_path / "r.json"
-    secret = f"{getpass.getuser()} at {platform.node()} in {os.getcwd()}"
-    for names in (False, True):
-        one = record.Record(path, Budget(1.0), lambda data: f"complete: {data['complete']}", names)
-        one.data["sections"]["host"] = {"error": secret, "x": 1.23456789}
-        one.write()
-        data = json.loads(path.read_text())
-        assert data["complete"] is False and data["sections"]["host"]["x"] == 1.2346
-        assert path.with_suffix(".txt").read_text() == "complete: False"
-        assert (data["sections"]["host"]["error"] == secret) is names and ("names" in data) is names
-        one.end("finished", complete=True)
-        assert record.read("--compare", path)["complete"] is True
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["r.json", "r.txt"]
-
-
-def test_a_write_that_fails_leaves_the_file_of_before(tmp_path, monkeypatch):
-    path = tmp_path / "r.json"
-    record.write_atomically(path, "first")
-    monkeypatch.setattr(record.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no space")))
-    with pytest.raises(OSError):
-        record.write_atomically(path, "second")
-    assert path.read_text() == "first" and len([*tmp_path.iterdir()]) == 1
-
-
-def test_a_signal_that_writes_during_a_write_does_not_mix_two_texts(tmp_path, monkeypatch):
-    def opened(*args, **kwargs):
-        def interrupted():
-            del file.flush  # closing calls it as well
-            record.write_atomically(path, "the last words")
-            raise SystemExit
-
-        monkeypatch.undo()
-        file = open(*args, **kwargs)
-        file.flush = interrupted
-        return file
-
-    path = tmp_path / "r.json"
-    monkeypatch.setattr(record, "open", opened, raising=False)
-    with pytest.raises(SystemExit):
-        record.write_atomically(path, "a long text of before")
-    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [
-        ("r.json", "the last words")
-    ]
-
-
-def test_the_time_of_a_section_is_its_share_of_what_is_left():
-    now = [0.0]
-    budget = Budget(10.0, lambda: now[0])
-    assert budget.of("training", ("layers", "storage")) == pytest.approx(582 * 26 / 56)
-    now[0] = 300.0
-    assert budget.of("storage", ()) == pytest.approx(282)
-    now[0] = 900.0
-    assert budget.of("storage", ()) == 0.0
-
-
-def test_sections_without_time_are_left_out_and_named(tmp_path, monkeypatch, capsys):
-    """Measure with a section of kernels that takes longer than the whole report may."""
-    now = [0.0]
-    took = {"host": 1.0, "kernels": 70.0, "communication": 20.0}
-
-    def section(name, _):
-        now[0] += took[name]
-        return HEALTHY[name]
-
-    alone = context.Context(
-        world=SoloComm(), nodes=find_nodes(SoloComm()), scale=context.SHRUNK, energy=Counters("")
-    )
-    monkeypatch.setattr(measure, "SECTIONS", {name: partial(section, name) for name in NAMES})
-    monkeypatch.setattr(measure, "make_context", lambda world, args: alone)
-    monkeypatch.setattr(measure, "end_with_signal", lambda report: None)
-    monkeypatch.setattr(
-        measure, "Budget", lambda minutes, spent: Budget(minutes, lambda: now[0], 2.0)
-    )
-    args = SimpleNamespace(
-        output=tmp_path / "r.json", minutes=1.5, only=None, with_names=False, spent=0.0
-    )
-    measure.measure(SoloComm(), args)
-    data = json.loads((tmp_path / "r.json").read_text())
-    assert list(data["sections"]) == list(took) and data["left_out"] == list(NAMES[3:])
-    out = capsys.readouterr().out
-    assert "after 1:33; no time left within --minutes for training, layers, storage" in out
-
-
-def test_matmul_sizes_fit_into_the_time_by_the_clock(monkeypatch):
-    """Time matmuls of a machine whose threads wait 10 ms at every call."""
-    monkeypatch.setattr(kernel_rates, "matmul_seconds", lambda n: 0.01 + 2 * n**3 / 1e11)
-    sizes = partial(kernel_rates.affordable_sizes, context.Scale())
-    assert [len(sizes(seconds)) for seconds in (1e4, 400.0, 100.0)] == [5, 1, 0]
-    assert len(sizes(100.0, least=2)) == 2
-
-
-def test_training_needs_time_for_two_steps():
-    alone = context.Context(
-        world=SoloComm(),
-        nodes=find_nodes(SoloComm()),
-        scale=context.Scale(),
-        energy=Counters(""),
-        free=1e12,
-        seconds=5.0,
-        compute=replace(calibrated_rank(), gemm={machine.FP32: ((512, 1.0),)}),
-    )
-    (row,) = training.training_section(alone)["rows"]
-    assert row == {"ranks": 1, "left_out": "time"}
 
 
 def test_two_reports_are_compared_with_ratios(tmp_path, capsys):
