@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Sequence
-from dataclasses import MISSING, replace
+from dataclasses import replace
 
 from ..config import batches
 from ..config.fields import flag_words
@@ -155,11 +155,9 @@ def train_flags(plan: LayoutCandidate, args: argparse.Namespace) -> list[str]:
     words = ["--recipe", args.recipe] if args.recipe else []
     recipe = RECIPES[args.recipe.lower()]().values if args.recipe else {}
     for each in all_flags():
+        default = recipe.get(each.name, each.default)
         value = plan.run.values[each.name]
-        default = None if each.default is MISSING else each.default
-        default = recipe.get(each.name, default)
-        derived = default is None and each.is_derived
-        if value != default and value is not None and not derived:
+        if value not in (default, None) and (default is not None or not each.is_derived):
             words += flag_words(each.name, value)
     return words
 

@@ -103,17 +103,15 @@ def scheduled(run: RunConfig, layout: Layout, system: System, space: float) -> l
         except ValueError:  # too few layers, or layers given for another number of parts
             continue
         with contextlib.suppress(NoList):
-            found.append(_candidate(asked, layout, system, space))
+            lists = run_schedule.full_batch_schedule(asked, layout)
+            chosen = run_schedule.with_recompute(asked, layout, space, lists.in_flight)
+            most = max(
+                stage_memory(chosen, layout, stage, lists.in_flight(stage)).total
+                for stage in range(layout.pp)
+            )
+            seconds = step(chosen, layout, system).seconds
+            found.append(Candidate(run=chosen, seconds=seconds, fits=most <= space))
     return sorted(found, key=lambda candidate: (not candidate.fits, candidate.seconds))
-
-
-def _candidate(asked: RunConfig, layout: Layout, system: System, space: float) -> Candidate:
-    lists = run_schedule.full_batch_schedule(asked, layout)
-    run = run_schedule.with_recompute(asked, layout, space, lists.in_flight)
-    most = max(
-        stage_memory(run, layout, stage, lists.in_flight(stage)).total for stage in range(layout.pp)
-    )
-    return Candidate(run=run, seconds=step(run, layout, system).seconds, fits=most <= space)
 
 
 def resolve(
