@@ -8,9 +8,6 @@ from typing import Any
 from .fields import flag
 from .run_config import RunConfig, all_flags
 
-# A field that takes precedence, and the field that then has no effect.
-PRECEDENCES = (("lr_warmup_tokens", "lr_warmup_fraction"),)
-
 
 def no_effect_notes(
     run: RunConfig, values: Mapping[str, Any], passed: Collection[str] | None
@@ -26,7 +23,6 @@ def no_effect_notes(
         for need in each.needs
         if each.name in values and each.name in mentioned and not need.is_met(run)
     ]
-    for winner, loser in PRECEDENCES:
-        if values.get(winner) and values.get(loser):
-            notes.append(f"{flag(loser)} has no effect with {flag(winner)}, which wins")
+    if values.get("lr_warmup_tokens") and values.get("lr_warmup_fraction"):
+        notes.append("--lr-warmup-fraction has no effect with --lr-warmup-tokens, which wins")
     return notes

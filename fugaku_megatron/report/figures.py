@@ -97,6 +97,7 @@ def hours_line(row: JsonObject) -> str:
 
 
 def figures(data: JsonObject) -> dict[Figure, float]:
+    """Return every figure of a record, by its name and unit."""
     sections = data["sections"]
     found = kernel_figures(sections["kernels"]) if "kernels" in sections else {}
     communication = sections.get("communication", {})
@@ -131,6 +132,7 @@ def figures(data: JsonObject) -> dict[Figure, float]:
 
 
 def kernel_figures(kernels: JsonObject) -> dict[Figure, float]:
+    """Return the figures of kernels on the first rank."""
     rank = kernels["ranks"][0]
     found = {
         ("clock under load", "GHz"): rank["clock_ghz"],
