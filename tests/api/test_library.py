@@ -194,35 +194,6 @@ def test_arrays_are_trained_on_as_files_are(tmp_path, marks):
         )
 
 
-def test_the_command_train_has_the_same_losses(tmp_path):
-    prefix = write(tmp_path / "data", documents())
-    flags = {
-        **FLAGS,
-        "split": "1,0,0",
-        "train_iters": 3,
-        "eval_iters": 0,
-        "data_path": prefix,
-    }
-    words = [
-        word
-        for name, value in flags.items()
-        for word in (f"--{name.replace('_', '-')}", str(value))
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "fugaku_megatron", "train", *words, "--log-interval", "1"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    printed = [
-        line.split("lm loss: ")[1].split(" |")[0]
-        for line in done.stdout.splitlines()
-        if "lm loss: " in line
-    ]
-    trainer = fm.Trainer(fm.Config.from_flags(words))
-    assert printed == [f"{step.loss:.6E}" for step in trainer.steps()] and len(printed) == 3
-
-
 @pytest.mark.parametrize("marks", [{}, MARKS], ids=["plain", "marked"])
 def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(tmp_path, marks):
     config = fm.Config(**FLAGS, **marks, train_iters=6)

@@ -1,6 +1,5 @@
 """Checkpoints on four ranks: round trips, interruptions, every damage by name."""
 
-import json
 import os
 import shutil
 import stat
@@ -16,7 +15,6 @@ from fugaku_megatron.checkpoint.manifest import (
     Description,
     latest_iteration,
     list_iterations,
-    read_manifest,
 )
 from fugaku_megatron.checkpoint.save import check_replaces, check_writable
 from fugaku_megatron.checkpoint.shards import Shard
@@ -104,25 +102,6 @@ def test_round_trip_of_slices_and_flat_ranges(tmp_path):
     assert latest_iteration(tmp_path) == 100
     assert sorted(os.listdir(tmp_path)) == ["iter_0000100", manifest.TRACKER]
     assert len(list(final.glob("rank_*.safetensors"))) == WORLD
-
-
-def test_the_manifest_describes_every_element_of_every_global_tensor_once(tmp_path):
-    _save(tmp_path)
-    stored = read_manifest(tmp_path, 100)
-    assert (stored["layout"], stored["config"], stored["iteration"]) == (LAYOUT, CONFIG, 100)
-    covered = {}
-    for entry in stored["files"].values():
-        for record in entry["shards"]:
-            seen = covered.setdefault(
-                record["key"], torch.zeros(record["global_shape"], dtype=torch.int32)
-            )
-            part = torch.zeros(record["slice_shape"], dtype=torch.int32)
-            part.view(-1)[record["flat_start"] : record["flat_start"] + record["numel"]] = 1
-            seen[
-                tuple(slice(o, o + n) for o, n in zip(record["offset"], record["slice_shape"]))
-            ] += part
-    assert set(covered) == {"w", "m"}
-    assert all(bool((seen == 1).all()) for seen in covered.values())
 
 
 def test_files_get_the_permissions_of_the_directory(tmp_path):
@@ -395,31 +374,6 @@ def test_a_cut_tracker_never_means_an_older_checkpoint(tmp_path):
         f"--load {tmp_path}: {tracker} names iteration 2, and iter_0000002 is missing: correct "
         "the number in that file, or choose an iteration by --ckpt-step. Complete checkpoints: "
         "iterations 1, 12. Use iteration 12: --ckpt-step 12"
-    )
-
-
-@pytest.mark.parametrize(
-    "text, problem",
-    [
-        (None, "manifest.json is missing"),
-        ('{"format": ', "manifest.json is damaged"),
-        ('{"args": {}}', "manifest.json is not the manifest of a fugaku_megatron checkpoint"),
-        ("[1]", "manifest.json is not the manifest of a fugaku_megatron checkpoint"),
-        (
-            json.dumps({"format": manifest.FORMAT, "format_version": 99}),
-            "has format version 99, and this program reads versions 1",
-        ),
-    ],
-)
-def test_a_manifest_that_cannot_be_used_is_named_with_what_is_intact(tmp_path, text, problem):
-    _save(tmp_path, 90, seed=9)
-    path = _save(tmp_path, 100)[0] / manifest.MANIFEST
-    path.unlink() if text is None else path.write_text(text)
-    message = _load_failure(tmp_path)
-    assert (
-        problem in message
-        and str(path) in message
-        and "Use iteration 90: --ckpt-step 90" in message
     )
 
 

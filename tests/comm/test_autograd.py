@@ -34,51 +34,6 @@ def randn(*shape, seed, dtype=torch.float64):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("kind", ["copies", "parts of the sequence"])
-def test_a_parallel_mlp_equals_the_whole_one(size, kind):
-    shapes = [(12, B, H), (H, H), (H, H)]
-    parts = kind == "parts of the sequence"
-    x, first, second = (randn(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes))
-    whole = (torch.tanh(x @ first) @ second).sin()
-    whole.square().sum().backward()
-
-    def fn(comm):
-        own = (
-            (x.detach().chunk(comm.size, 0)[comm.rank] if parts else x.detach())
-            .clone()
-            .requires_grad_()
-        )
-        up = (
-            first.detach().chunk(comm.size, 1)[comm.rank].clone().requires_grad_()
-        )  # column parallel
-        down = (
-            second.detach().chunk(comm.size, 0)[comm.rank].clone().requires_grad_()
-        )  # row parallel
-        every = (
-            gather_from_sequence_parallel(own, comm)
-            if parts
-            else copy_to_tensor_parallel(own, comm)
-        )
-        part = torch.tanh(every @ up) @ down
-        out = (
-            reduce_scatter_to_sequence_parallel(part, comm)
-            if parts
-            else reduce_from_tensor_parallel(part, comm)
-        ).sin()
-        out.square().sum().backward()
-        return out.detach(), own.grad, up.grad, down.grad
-
-    for rank, found in enumerate(ThreadWorld(size).run(fn)):
-        for tensor, expected, dim in zip(
-            found, (whole.detach(), x.grad, first.grad, second.grad), (0, 0, 1, 0), strict=True
-        ):
-            is_part = parts or expected.dim() == 2
-            torch.testing.assert_close(
-                tensor, expected.chunk(size, dim)[rank] if is_part else expected
-            )
-
-
 def test_a_sum_that_nobody_reads_is_left_out():
     def fn(comm):
         recorder = RecordingComm(comm, "tp")
@@ -89,22 +44,6 @@ def test_a_sum_that_nobody_reads_is_left_out():
         return x.grad[:, 0].tolist()
 
     assert ThreadWorld(2).run(fn) == [[1.0, 1.0, 2.0, 2.0]] * 2
-
-
-@pytest.mark.parametrize(("size", "dtype"), [(2, torch.float64), (3, torch.bfloat16)])
-def test_gather_works_on_the_last_dimension(size, dtype):
-    x = randn(S, B, H, seed=0).to(dtype)
-    weight = randn(S, B, H, seed=1).to(dtype)
-
-    def fn(comm):
-        part = x.chunk(comm.size, -1)[comm.rank].clone().requires_grad_()
-        whole = gather_from_tensor_parallel(part, comm)
-        (whole * weight).sum().backward()
-        return whole.detach(), part.grad
-
-    for rank, (whole, dpart) in enumerate(ThreadWorld(size).run(fn)):
-        assert torch.equal(whole, x) and torch.equal(dpart, weight.chunk(size, -1)[rank])
-        assert whole.dtype == dpart.dtype == dtype
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS)

@@ -12,7 +12,6 @@ from fugaku_megatron.cli.arguments import make_run, model_flags, parse
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.hybrid import parse_pattern
 from fugaku_megatron.config.pipeline_layout import parse_layout
-from fugaku_megatron.costs.stages import virtual_stage_sizes
 from fugaku_megatron.data.sampler import fetch
 from tests.checks.plain_model import plain_losses
 from tests.helpers import assert_near, lay_out, make_trainer, run_layout, train, whole_tensors
@@ -63,19 +62,6 @@ def test_a_pattern_is_another_spelling_of_a_gpt(pattern):
     assert arguments.notes == ("--spec: the value passed is what this program does",)
 
 
-@pytest.mark.parametrize("pattern", EXAMPLES)
-def test_losses_are_those_of_the_gpt_to_the_bit(pattern):
-    hybrid, gpt = EXAMPLES[pattern]
-    spellings = (["--hybrid-layer-pattern", pattern, *hybrid.split()], gpt.split())
-    losses = []
-    for words in spellings:
-        run = parse([*BASE, *words]).run
-        ranks = run.parallel.pipeline_model_parallel_size
-        results = ThreadWorld(ranks).run(lambda world, run=run: train(world, run, 2))
-        losses.append([[(each.loss, each.grad_norm) for each in rank] for rank in results])
-    assert losses[0] == losses[1]
-
-
 @pytest.mark.parametrize("pattern", ["G-*-", "*E*-*E", "*E*E", "*-*-"])
 def test_a_checkpoint_of_the_gpt_loads_in_either_spelling(pattern, tmp_path):
     hybrid, gpt = EXAMPLES[pattern]
@@ -112,25 +98,12 @@ def test_a_pattern_of_other_layers_is_refused(pattern, words, named, tmp_path):
         make_trainer(SoloComm(), other).load(str(tmp_path), weights_only=True)
 
 
-def test_segments_are_the_layers_of_virtual_stages():
-    for pattern, sizes in {"*-|*-*-|*-*-*-|*-": (1, 2, 3, 1), "*-|*-*-": (1, 2)}.items():
-        run = parse(
-            [*BASE, "--hybrid-layer-pattern", pattern, "--pipeline-model-parallel-size", "2"]
-        ).run
-        assert virtual_stage_sizes(run) == sizes
-
-
 def test_a_recipe_with_gated_delta_nets_is_planned(capsys):
     words = (
         "--recipe qwen3.6-35b-a3b --mock-data --bf16 --recompute-granularity selective --dry-run"
     )
     assert program.main(["train", *words.split()]) == 0
     assert "parameters 34660.6 M, of which a token meets 3455.0 M" in capsys.readouterr().out
-
-
-def test_borders_do_not_matter_to_one_stage():
-    bordered = parse([*BASE, "--hybrid-override-pattern", "*-|*-"]).run
-    assert bordered == parse([*BASE, "--num-layers", "2"]).run
 
 
 def test_flags_over_which_the_pattern_has_precedence_are_accepted_beside_it():

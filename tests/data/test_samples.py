@@ -1,7 +1,6 @@
 """A rank's samples: from a shared reader, and with --skip-samples."""
 
 from contextlib import closing
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,16 +19,10 @@ from fugaku_megatron.data.reader_group import ReaderBatches, ReaderGroup, build_
 from fugaku_megatron.data.sampler import micro_batches
 from fugaku_megatron.run.announce import skip_line
 from fugaku_megatron.run.resume import Resume, resume_training
-from fugaku_megatron.training.micro_batches import reads_data
-from fugaku_megatron.training.trainer import Trainer
 from tests.helpers import (
-    PP2,
     SMALL,
-    TP2,
     find_checkpoint,
-    grid_groups,
     make_trainer,
-    mock,
     small_run,
 )
 from tests.threads import ThreadWorld
@@ -91,30 +84,6 @@ def test_an_error_of_the_reader_is_raised():
 
     with pytest.raises(ValueError, match="token id 99"):
         ThreadWorld(2).run(rank)
-
-
-@pytest.mark.parametrize("changes", [PP2, TP2], ids=str)
-def test_losses_do_not_depend_on_who_reads(changes):
-    run = small_run(num_layers=2, **changes)
-    plan = Plan.of(run, 4)
-
-    def losses(world, shared):
-        torch.set_num_threads(1)
-        groups = grid_groups(world, run)
-        readers = (
-            build_reader_group(
-                world, find_nodes(world, "node"), groups.dp.rank, reads_data(run, groups)
-            )
-            if shared
-            else None
-        )
-        reads = readers.reads if shared and readers else not shared
-        data = (mock(run), mock(run, 8)) if reads else (None, None)
-        with closing(Trainer(plan, world, groups, *data, readers=readers)) as trainer:
-            trained = [trainer.train_step().loss for _ in range(2)]
-            return [*trained, trainer.evaluate(trainer.valid, 16, 2), trainer.train_step().loss]
-
-    assert ThreadWorld(4).run(losses, True) == ThreadWorld(4).run(losses, False)
 
 
 RANGES = [(), ("4:9",), ("0:3,3:5", "20:21"), ("7:30",), ("30:40", "35:50"), ("0:1",)]
@@ -231,21 +200,6 @@ def curve(world, iterations: int, **changes) -> tuple[list[float], int]:
     losses = [trainer.train_step().loss for _ in range(iterations)]
     trainer.close()
     return losses, trainer.progress.consumed_samples
-
-
-@pytest.mark.parametrize("batch", [{}, {"rampup_batch_size": (4, 4, 60)}])
-def test_the_curve_depends_on_no_layout(batch):
-    skipped = {"skip_samples": ("18:21", "40:59"), **batch}
-    one, end = curve(SoloComm(), 5, **skipped)
-    ramp = RampUp(*batch.get("rampup_batch_size", (16, 1, 0)), 16)
-    assert end == taken(("18:21", "40:59"), ramp, 5)[-1][-1] + 1
-    for layout in ({"micro_batch_size": 1}, {"tensor_model_parallel_size": 2}):
-        for losses, position in ThreadWorld(2).run(
-            partial(curve, iterations=5, **skipped, **layout)
-        ):
-            assert position == end and losses == pytest.approx(one, rel=1e-5)
-    whole, _ = curve(SoloComm(), 5, **batch)
-    assert whole[0] == one[0] and whole[-1] != one[-1]
 
 
 def test_a_resumed_run_goes_on_with_the_same_bits_and_says_what_changed(tmp_path):

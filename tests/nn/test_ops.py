@@ -549,3 +549,14 @@ def test_a_mask_is_a_function_of_the_place():
         0.5, sample_dim=0, first_sample=KEY.first_sample + 1, row0=2 * 16, shape=(2, 2, 16, 16)
     )
     assert torch.equal(scores[1:3, 2:4], part), "heads"
+
+
+def test_packed_copies_of_a_gated_weight_are_kept():
+    """The matmul takes the two matrices as one, which is the same one at every call."""
+    ops = Ops.build(keep_packed_weights=True)
+    x = random(S, B, H).requires_grad_()
+    w1 = parameter(random(2, 20, H))
+    w2 = parameter(random(H, 20))
+    for _ in range(3):
+        ops.mlp(x, MLPWeights(w1, None, w2, Activation("swiglu"))).sum().backward()
+    assert len(ops.weight_cache._entries) == 4  # two weights, forward and backward

@@ -8,12 +8,9 @@ import math
 import pytest
 import torch
 
-from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import RunConfig
-from fugaku_megatron.costs import memory, optimizer_states
-from fugaku_megatron.costs.buckets import updated_elements
 from fugaku_megatron.optim.flat import Place
 from fugaku_megatron.optim.int8 import Blocks, EightBitMoment, blocks_of_shard, cut_blocks
 from fugaku_megatron.training.trainer import Trainer
@@ -175,24 +172,6 @@ def test_random_rounding_of_matmuls_has_the_same_bits_again():
     assert all(torch.equal(weight, others[name]) for name, weight in weights.items())
 
 
-@pytest.mark.parametrize(
-    ("layout", "changes"),
-    [
-        ("tp2 dp2 zero", {**EXPERTS, **EIGHT}),
-        ("tp2 dp2 zero", {**DELTA_NETS, **EIGHT}),
-        ("dp4 ep2 zero", {**EXPERTS, **EIGHT}),
-        ("tp2 dp2 zero", INT8),
-        ("pp2 dp2 zero", {**EXPERTS, **INT8, "int8_stochastic_rounding": True}),
-    ],
-)
-def test_a_split_run_resumes_with_the_same_bits(layout, changes, tmp_path):
-    flags = {**SIZES, **changes, "bf16": True}
-    straight = run_layout(layout, trained, flags, None, tmp_path, 6, 3)[0]
-    again = run_layout(layout, trained, flags, tmp_path, None, 3)[0]
-    assert again[0] == straight[0][3:]
-    assert all(torch.equal(w, again[1][name]) for name, w in straight[1].items())
-
-
 def validated(trainer: Trainer) -> float:
     """Return the loss for one validation batch."""
     return trainer.evaluate(trainer.valid, 0, 1)
@@ -264,14 +243,6 @@ def test_memory_of_shards_is_at_most_what_the_formula_says(changes):
     assert held <= planned <= 1.4 * held
 
 
-@pytest.mark.parametrize("changes", [{}, {"zero_stage": 1}])
-def test_moments_take_little_more_than_two_bytes(changes):
-    run = make_run("1.3b", {**EIGHT, **changes, "tensor_model_parallel_size": 4})
-    layout = Layout.from_run(run, 64)
-    elements = sum(updated_elements(run, layout, 0))
-    assert 2.03 < memory.moment_bytes(run, layout, 0)[0] / elements < 2.07
-
-
 def test_blocks_are_of_one_parameter_and_not_cut_within_a_shard():
     run = small_run(**{**SIZES, **SHARED, **EIGHT, **OVERLAP, "ddp_bucket_size": 3000})
     for rank in range(4):
@@ -288,14 +259,3 @@ def test_blocks_are_of_one_parameter_and_not_cut_within_a_shard():
             inside = [(r.start, r.end) for r in part.ranges]
             assert sum(covered) == sum(end - start for start, end in inside)
             assert covered.max() <= 1
-
-
-@pytest.mark.parametrize(
-    ("length", "block", "count"),
-    [(1, 1, 1), (256, 256, 1), (257, 129, 2), (344, 172, 2), (1 << 20, 256, 4096), (1000, 250, 4)],
-)
-def test_lengths_of_blocks(length, block, count):
-    assert (optimizer_states.block_length(length), optimizer_states.segment_blocks(length)) == (
-        block,
-        count,
-    )

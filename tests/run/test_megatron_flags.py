@@ -89,12 +89,6 @@ def test_flags_that_go_with_some_runs_alone():
     )
 
 
-def test_flags_of_faster_kernels_change_nothing_and_the_log_has_the_energy():
-    words = "--log-energy --output-logit-dtype bf16 --ckpt-drop-redundant-extra-state --muon-use-syrk --megatron-fsdp-version 2"
-    arguments = parse([*BASE, *words.split()])
-    assert arguments.run == parse(BASE).run and "tokens per joule" in arguments.notes[0]
-
-
 def test_values_are_compared_as_numbers_where_they_are_numbers():
     other = OtherFlag(1, True, "why", ("0", "none"))
     assert [other.refuses([value]) for value in ("0", "0.0", "none", "1", "x")] == [

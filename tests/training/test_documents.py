@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn import functional as F
 
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.data.marks import FIRST, labels, mark
@@ -22,7 +21,6 @@ from tests.checks.documents import EOD, RESETS, Texts, left_to_right
 from tests.checks.layouts import texts, train_together
 from tests.checks.plain_model import plain_losses
 from tests.helpers import DROPOUT, assert_near, make_trainer, small_run, whole_tensors
-from tests.llama_models import FAMILIES, copy_to, theirs
 
 pytestmark = pytest.mark.parallel
 
@@ -66,36 +64,6 @@ def test_losses_of_a_plain_model_with_the_explicit_mask(number, backend):
 def documents_in(samples):
     """Return every sample's document numbers by position."""
     return [np.concatenate([[0], np.cumsum(sample[:-2] == EOD)]) for sample in samples]
-
-
-@pytest.mark.parametrize("backend", ["native", "torch"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
-def test_rotary_models_of_transformers_with_the_explicit_mask(family, backend):
-    """Windows, query groups, norms for queries and keys; all three flags."""
-    pytest.importorskip("transformers")
-    run = small_run(**FAMILIES[family], **RESETS, init_method_std=0.2)
-    with closing(text_trainer(run, backend)) as trainer:
-        model = theirs(family)
-        ours = {p.spec.name: p for p in trainer.optimizer.flat.parameters}
-        copy_to(model, ours, family)
-        result = trainer.train_step()
-    total = counted = 0.0
-    for i in range(16):
-        sample = trainer.train[i][0]
-        seen, mask, positions = left_to_right(sample[:-1], **RESETS)
-        if family == "mistral":
-            seen = np.triu(seen, -4)
-        bias = torch.zeros(1, 1, *seen.shape).masked_fill(
-            ~torch.from_numpy(seen), torch.finfo(torch.float32).min
-        )
-        inputs = torch.from_numpy(sample[:-1])[None]
-        logits = model(
-            inputs, attention_mask=bias, position_ids=torch.from_numpy(positions)[None]
-        ).logits[0]
-        losses = F.cross_entropy(logits, torch.from_numpy(sample[1:]), reduction="none")
-        total = total + (losses.detach() * torch.from_numpy(mask)).sum().item()
-        counted = counted + mask.sum()
-    assert result.loss == pytest.approx(total / counted, rel=1e-5)
 
 
 def test_a_batch_size_that_grows_counts_each_global_batch_by_itself():
@@ -159,21 +127,6 @@ def test_flags_without_a_document_change_no_bit(changes, flags):
             return [trainer.train_step().loss for _ in range(2)]
 
     assert losses() == losses(**flags)
-
-
-def test_a_run_goes_on_to_the_bit(tmp_path):
-    """With another data-parallel size the samples are the same; with its own every bit is."""
-    run = small_run(**TWO, **RESETS, **DROPOUT)
-    with closing(text_trainer(run)) as trainer:
-        for _ in range(2):
-            trainer.train_step()
-        trainer.save(str(tmp_path))
-        wanted = [(trainer.train_step().loss, trainer.train_step().work.counted) for _ in range(2)]
-    with closing(text_trainer(run)) as again:
-        again.load(str(tmp_path))
-        assert [
-            (again.train_step().loss, again.train_step().work.counted) for _ in range(2)
-        ] == wanted
 
 
 # A document among others --------------------------------------------------------------------------------------------------------

@@ -181,7 +181,13 @@ def test_a_layout_trains_as_one_rank(name, layout, one_rank, datasets, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("low", "name"), [("gpt in bf16", "gpt"), ("gpt in fp16", "gpt"), ("qwen3 in bf16", "qwen3")]
+    ("low", "name"),
+    [
+        ("gpt in bf16", "gpt"),
+        ("gpt in fp16", "gpt"),
+        ("qwen3 in bf16", "qwen3"),
+        ("experts in bf16, ten iterations", "experts, ten iterations"),
+    ],
 )
 def test_low_precision_stays_close(low, name, one_rank):
     assert one_rank(low).losses == pytest.approx(one_rank(name).losses, rel=0.02)

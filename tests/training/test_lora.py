@@ -38,7 +38,6 @@ from tests.helpers import (
     one_error,
     run_layout,
     small_run,
-    whole_tensors,
 )
 from tests.llama_models import FAMILIES
 from tests.threads import ThreadWorld
@@ -238,32 +237,6 @@ def test_nothing_of_a_tensors_size_is_made_while_weights_are_read(precision, tmp
     assert peak - ends < 12 << 20
     assert ends > (8 << 20 if precision else 16 << 20)
     trainer.close()
-
-
-def test_a_checkpoint_of_adapters_loads_in_another_layout(tmp_path):
-    base = save_model(tmp_path / "base", **BASE)
-    saved = str(tmp_path / "run")
-
-    def save(world, run):
-        trainer, _ = start(world, run)
-        trainer.train_step()
-        trainer.save(saved)
-        trainer.optimizer.buckets.await_weights()
-        values = whole_tensors(trainer, "weight")
-        loss = trainer.train_step().loss
-        trainer.close()
-        return values, loss
-
-    values, loss = run_layout("tp2 pp2", save, {**QWEN, "pretrained_checkpoint": base})[0]
-
-    def load(world, run):
-        trainer, _ = start(world, run)
-        loaded = whole_tensors(trainer, "weight")
-        assert all(torch.equal(values[name], loaded[name]) for name in values)
-        assert trainer.train_step().loss == pytest.approx(loss, rel=2e-6)
-        trainer.close()
-
-    run_layout("tp2 sequence", load, {**QWEN, "load": saved})
 
 
 @pytest.mark.parametrize(

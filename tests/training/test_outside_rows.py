@@ -10,6 +10,7 @@ from tests.checks.allocations import plan_memory, state_bytes
 from tests.checks.costs import check_bytes, check_kept, check_parameters
 from tests.checks.moments import BF16_MOMENTS, EIGHT
 from tests.helpers import PP2, TP2, make_trainer, parse_layout, small_run, train
+from tests.llama_models import DELTA_NETS
 from tests.outside_rows import ROWS
 from tests.threads import ThreadWorld
 
@@ -81,6 +82,9 @@ OPTIMIZER_RUNS = [
     *({"optimizer": name} for name in ("adam", "muon", "own_adamw", "momentum", "descent")),
     BF16_MOMENTS,
     {**BF16_MOMENTS, "optimizer": "muon"},
+    {**BF16_MOMENTS, "exp_avg_sq_dtype": "fp32"},
+    {**DELTA_NETS, "optimizer": "muon"},
+    {"bf16": True, "use_precision_aware_optimizer": True, "main_params_dtype": "bf16"},
     EIGHT,
 ]
 
