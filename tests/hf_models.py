@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -67,182 +68,14 @@ def decoder(kind: str, **changes):
     return build
 
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-    "rope_theta": 500000.0,
-}
+# Every other model's class and config. The norm after a delta rule divides by the size of its result, which is near 0 where a
+# query and a key nearly cancel: with the usual rms_norm_eps the FP32 gradients of transformers differ from FP64 by 1e-4.
+CONFIGS = json.loads(Path(__file__).with_suffix(".json").read_text())
+LLAMA3 = CONFIGS["llama"]["rope_parameters"]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-FAST = {"rope_type": "default", "rope_theta": 5000.0}
-FULL = "full_attention"
-WINDOWED = "sliding_attention"
-LINEAR = "linear_attention"
-# The norm after a delta rule divides by the size of its result, which is near 0 where a query and a key nearly cancel: with
-# the usual epsilon the FP32 gradients of transformers differ from FP64 by 1e-4.
-DELTA_NET = {
-    "rms_norm_eps": 0.03,
-    "num_hidden_layers": 3,
-    "layer_types": [LINEAR, FULL, LINEAR],
-    "head_dim": 16,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
 MODELS = {
     "gpt2": gpt2,
-    "llama": decoder("Llama", rope_parameters=LLAMA3, tie_word_embeddings=True),
-    "mistral": decoder("Mistral", sliding_window=7, head_dim=16, rope_parameters=FAST),
-    "qwen2": decoder("Qwen2", num_key_value_heads=4),
-    "qwen3": decoder("Qwen3", head_dim=16, tie_word_embeddings=True),
-    "phi3": decoder("Phi3", sliding_window=7, partial_rotary_factor=0.5),
-    "granite": decoder(
-        "Granite",
-        embedding_multiplier=3.0,
-        residual_multiplier=0.4,
-        attention_multiplier=0.2,
-        logits_scaling=2.5,
-    ),
-    "gemma": decoder("Gemma", head_dim=16, num_key_value_heads=1),
-    "gpt_neox": decoder("GPTNeoX", num_key_value_heads=None, rotary_pct=0.5, rope_parameters=None),
-    "falcon": decoder(
-        "Falcon",
-        new_decoder_architecture=True,
-        num_kv_heads=2,
-        ffn_hidden_size=72,
-        num_key_value_heads=None,
-        intermediate_size=None,
-    ),
-    "mixtral": decoder(
-        "Mixtral",
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        sliding_window=7,
-        rope_parameters=FAST,
-    ),
-    "qwen2_moe": decoder(
-        "Qwen2Moe",
-        num_experts=6,
-        num_experts_per_tok=3,
-        moe_intermediate_size=40,
-        mlp_only_layers=[0],
-        shared_expert_intermediate_size=36,
-    ),
-    "qwen3_moe": decoder(
-        "Qwen3Moe",
-        head_dim=16,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
-        norm_topk_prob=True,
-        tie_word_embeddings=True,
-    ),
-    "olmoe": decoder("Olmoe", num_experts=6, num_experts_per_tok=3, rope_parameters=FAST),
-    "olmo": decoder("Olmo", rope_parameters=FAST),
-    "smollm3": decoder("SmolLM3", num_hidden_layers=3, no_rope_layers=[1, 0, 0]),
-    "ministral": decoder(
-        "Ministral",
-        sliding_window=7,
-        head_dim=16,
-        layer_types=[FULL, WINDOWED],
-        rope_parameters=FAST,
-    ),
-    "olmo2": decoder("Olmo2", rope_parameters=FAST),
-    "olmo3": decoder(
-        "Olmo3",
-        sliding_window=7,
-        layer_types=[WINDOWED, FULL],
-        rope_parameters={
-            FULL: {**YARN, "rope_theta": 5000.0},
-            WINDOWED: {"rope_type": "default", "rope_theta": 2000.0},
-        },
-    ),
-    "exaone4": decoder("Exaone4", sliding_window=7, layer_types=[WINDOWED, FULL]),
-    "gemma2": decoder(
-        "Gemma2",
-        head_dim=16,
-        sliding_window=7,
-        query_pre_attn_scalar=20,
-        attn_logit_softcapping=2.0,
-        final_logit_softcapping=3.0,
-    ),
-    "gemma3": decoder(
-        "Gemma3",
-        head_dim=16,
-        sliding_window=7,
-        layer_types=[WINDOWED, FULL],
-        rope_parameters={
-            FULL: {"rope_type": "linear", "factor": 3.0, "rope_theta": 5000.0},
-            WINDOWED: {"rope_type": "default", "rope_theta": 100.0},
-        },
-    ),
-    "glm": decoder("Glm", head_dim=16),
-    "glm4": decoder("Glm4", head_dim=16, attention_bias=False),
-    "glm4_moe": decoder(
-        "Glm4Moe",
-        head_dim=16,
-        use_qk_norm=True,
-        n_routed_experts=8,
-        n_group=4,
-        topk_group=2,
-        num_experts_per_tok=4,
-        moe_intermediate_size=24,
-        n_shared_experts=2,
-        routed_scaling_factor=1.5,
-        attention_bias=True,
-    ),
-    "granitemoehybrid": decoder(
-        "GraniteMoeHybrid",
-        layer_types=[FULL, FULL],
-        num_local_experts=0,
-        shared_intermediate_size=40,
-        mamba_n_heads=4,
-        position_embedding_type="rope",
-        embedding_multiplier=3.0,
-        residual_multiplier=0.4,
-        attention_multiplier=0.2,
-        logits_scaling=2.5,
-    ),
-    "cohere2": decoder(
-        "Cohere2",
-        num_hidden_layers=3,
-        sliding_window=7,
-        layer_types=[WINDOWED, FULL, WINDOWED],
-        logit_scale=0.25,
-    ),
-    "gpt_oss": decoder(
-        "GptOss",
-        head_dim=16,
-        sliding_window=7,
-        num_local_experts=6,
-        num_experts_per_tok=3,
-        swiglu_limit=1.5,
-        rope_parameters={**YARN, "truncate": False, "rope_theta": 1000.0},
-    ),
-    "apertus": decoder("Apertus", rope_parameters=LLAMA3),
-    "qwen3_next": decoder(
-        "Qwen3Next",
-        **DELTA_NET,
-        num_experts=6,
-        num_experts_per_tok=3,
-        moe_intermediate_size=24,
-        shared_expert_intermediate_size=36,
-        mlp_only_layers=[1],
-    ),
-    "qwen3_5": decoder("Qwen3_5", **DELTA_NET),
-    "qwen3_5_moe": decoder(
-        "Qwen3_5Moe",
-        **DELTA_NET,
-        intermediate_size=None,
-        num_experts=6,
-        num_experts_per_tok=3,
-        moe_intermediate_size=24,
-        shared_expert_intermediate_size=36,
-    ),
-    "stablelm": decoder("StableLm", use_qkv_bias=True, partial_rotary_factor=0.5),
+    **{name: decoder(config.pop("class"), **config) for name, config in CONFIGS.items()},
 }
 RECENT = (
     *(

@@ -19,7 +19,6 @@ from tests.checks.library_and_command import (
     VALUES,
     command,
     library,
-    row_of,
     trainer_of,
 )
 from tests.helpers import rows
@@ -57,7 +56,7 @@ RARE = (
 
 @pytest.mark.parametrize("feature", rows(FEATURES, RARE))
 def test_the_losses_are_those_of_the_command(feature, data):
-    ranks, flags = row_of(FEATURES, feature)
+    ranks, flags = FEATURES[feature]
 
     def both(world):
         return command(world, **{**data, **flags}), library(world, **{**data, **flags})

@@ -33,9 +33,9 @@ from tests.checks.library_and_command import (
     WITHIN_THE_RUN,
     command,
     library,
-    row_of,
     trainer_of,
 )
+from tests.checks.tables import read_rows
 from tests.helpers import TP2, rows
 from tests.llama_models import FAMILIES
 from tests.threads import ThreadWorld
@@ -87,51 +87,7 @@ def convert(*words: Any) -> None:
 
 # A block that Hugging Face's models have.
 BLOCK = FAMILIES["qwen2"]
-STARTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "pretrained": ("pretrained_checkpoint=base", {}),
-    "pretrained, converted": ("pretrained_checkpoint=converted", {}),
-    "finetune": ("load=base finetune", {}),
-    "an iteration": ("load=base", {"ckpt_step": TRAINED}),
-    "resumed": ("load=base", {}),
-    "resumed, zero": ("dp2 overlap load=base", {}),
-    "schedule of the checkpoint": ("load=base use_checkpoint_opt_param_scheduler", {}),
-    "schedule of the run": ("load=base override_opt_param_scheduler", {}),
-    "schedule anew": ("load=base no_load_lr_state", {}),
-    "optimizer anew": ("load=base no_load_optim", {}),
-    "model of the checkpoint": ("load=base use_checkpoint_args hidden_size=64", {}),
-    "arguments of a fork": ("load=base ignore_saved_arguments=('fork',)", {}),
-    "it must be there": ("load=base exit_on_missing_checkpoint", {}),
-    "adapters": ("pretrained_checkpoint=base", LORA),
-    "adapters of a converted model": ("pretrained_checkpoint=converted", LORA),
-    "adapters, finetune": ("load=base finetune", LORA),
-    "adapters with dropout": (
-        "pretrained_checkpoint=base lora_dropout=0.2 lora_use_rslora",
-        LORA,
-    ),
-    "some adapters": ("pretrained_checkpoint=base lora_target='q_proj,v_proj'", LORA),
-    "adapters of eight bits": ("pretrained_checkpoint=base lora_base_format=int8", LORA),
-    "adapters, tensor": ("tp2 pretrained_checkpoint=base", LORA),
-    "adapters, zero": ("dp2 overlap pretrained_checkpoint=base", LORA),
-    "adapters, context": ("cp2 pretrained_checkpoint=base", LORA),
-    "adapters, recompute": ("full pretrained_checkpoint=base", LORA),
-    "adapters in bf16": ("bf16 pretrained_checkpoint=base", LORA),
-    "chats": ("sft sft_truncate data_path=('chats',)", {}),
-    "chats, context": ("cp2 sft sft_truncate data_path=('chats',)", {}),
-    "chats with adapters": (
-        "sft sft_truncate data_path=('chats',) pretrained_checkpoint=base",
-        LORA,
-    ),
-    "chats for validation": (
-        "sft sft_truncate data_path=None split=None train_data_path=('chats',) valid_data_path=('chats',) eval_iters=1 eval_interval=2",
-        {},
-    ),
-    "data in a list": ("data_path=None data_args_path=words", {}),
-    "data by split": (
-        "data_path=None split=None per_split_data_args_path='words.json' eval_iters=1 eval_interval=2",
-        {},
-    ),
-    "index in a folder": ("data_cache_path=cache", {}),
-}
+STARTS = read_rows(Path(__file__).with_name("starts.txt"), {"lora": LORA})
 PLACES = (
     "load",
     "pretrained_checkpoint",
@@ -172,7 +128,7 @@ def test_the_losses_are_those_of_the_command(start, place):
     (place / "words").write_text(str(place / "data"))
     words = [str(place / "data")]
     (place / "words.json").write_text(json.dumps({"train": words, "valid": words}))
-    ranks, flags = row_of(STARTS, start)
+    ranks, flags = STARTS[start]
 
     def both(world):
         return command(world, **at(place, flags)), library(world, **at(place, flags))
@@ -185,7 +141,7 @@ def test_every_flag_acts_as_in_the_command_or_is_refused():
     """A new flag needs a row in FEATURES, STARTS, WITHIN_THE_RUN, or `library` in its field."""
     compared = {
         *RUN,
-        *(name for table in (FEATURES, STARTS) for row in table for name in row_of(table, row)[1]),
+        *(name for table in (FEATURES, STARTS) for _, flags in table.values() for name in flags),
     }
     acting = compared | WITHIN_THE_RUN | OF_SAVES
     every = {field.name for group in GROUPS.values() for field in fields(group)}

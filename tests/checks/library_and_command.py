@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,8 @@ from fugaku_megatron.run.pretrain import find_sources, open_session
 from fugaku_megatron.run.train_command import with_checkpoint_model
 from fugaku_megatron.training import trainer as trainer_module
 from tests.checks.library import FLAGS
-from tests.helpers import DROPOUT, parse_layout
+from tests.checks.tables import read_rows
+from tests.helpers import DROPOUT
 
 RUN = {**FLAGS, "train_iters": 4, "eval_iters": 0, "split": "1,0,0"}
 Losses = list[float]
@@ -91,93 +93,12 @@ def in_this_process(monkeypatch):
     monkeypatch.setattr(Session, "_draw", lambda *_: None)
 
 
-MOE = {
-    "num_experts": 4,
-    "moe_ffn_hidden_size": 24,
-    "moe_router_topk": 2,
-    "moe_aux_loss_coeff": (0.01,),
-    "disable_bias_linear": True,
-    "swiglu": True,
-}
-INT8 = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"}
-SAMPLES = {"train_iters": None, "train_samples": 16}
 HALF = {"split": "2,1,0", "eval_interval": 2, "eval_iters": 1}
-MARKED = {
-    "reset_attention_mask": True,
-    "reset_position_ids": True,
-    "eod_mask_loss": True,
-    "tokenizer_type": "NullTokenizer",
-    "mean_document_length": 16,
-}
 # Layouts and flags that are in the command and in the library alike.
-FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "plain": ("", {}),
-    "seed and dropout": ("seed=5", DROPOUT),
-    "zero": ("dp2 overlap", {}),
-    "gradients in bf16": ("dp2 bf16 grad_reduce_in_bf16", {}),
-    "tensor": ("tp2 sequence blocks", {}),
-    "int8": ("tp2 bf16 int8 int8_wgrad int8_head int8_stochastic_rounding", {}),
-    "pipeline": ("pp2 zb-h1 zero_bubble_max_pending_backward=2", {}),
-    "interleaved": ("pp2 num_layers=4 num_layers_per_virtual_pipeline_stage=1", {}),
-    "interleaved by stages": ("pp2 interleaved num_layers=4", {}),
-    "first stage": ("pp2 num_layers=3 decoder_first_pipeline_num_layers=1", {}),
-    "last stage": ("pp2 num_layers=3 decoder_last_pipeline_num_layers=1", {}),
-    "split stages": ("pp2 num_layers=3 pipeline_split='1,2'", {}),
-    "schedule by time": ("pp2 pipeline_schedule=auto memory_per_rank=4096", {}),
-    "context": ("cp2 p2p", {}),
-    "experts": ("dp2 ep2 etp1", MOE),
-    "muon": ("optimizer=muon muon_momentum=0.8 muon_nesterov", {}),
-    "moments": ("", INT8),
-    "no masters": ("bf16 use_precision_aware_optimizer main_params_dtype=bf16", {}),
-    "fp16": (
-        "fp16 initial_loss_scale=1024.0 min_loss_scale=2.0 hysteresis=1 loss_scale_window=2",
-        {},
-    ),
-    "fixed scale": ("fp16 loss_scale=256.0", {}),
-    "adam": ("adam_beta1=0.8 adam_beta2=0.9 adam_eps=1e-06 clip_grad=0.5", {}),
-    "recompute": ("full recompute_method=block recompute_num_layers=1", {}),
-    "recompute by part": ("full recompute_part_layers=(1,)", {}),
-    "recompute by memory": ("recompute_auto memory_per_rank=4096", {}),
-    "growing batch": ("rampup_batch_size=(2,2,4)", {}),
-    "batches in steps": ("global_batch_size=None", {"step_batch_size_schedule": "0:2 64:4"}),
-    "samples": ("lr_decay_samples=12 lr_warmup_samples=4 min_lr=1e-05", SAMPLES),
-    "tokens": (
-        "train_iters=None train_tokens=256.0 lr_decay_tokens=200.0 lr_warmup_tokens=64.0 lr_warmup_init=1e-05",
-        {},
-    ),
-    "cosine": ("lr_decay_style=cosine lr_decay_iters=3 lr_warmup_iters=1", {}),
-    "warm-up": ("lr_warmup_fraction=0.5", {}),
-    "wsd": ("lr_decay_style=WSD lr_wsd_decay_iters=2 lr_wsd_decay_style=linear", {}),
-    "wsd by samples": ("lr_decay_style=WSD lr_wsd_decay_samples=8", SAMPLES),
-    "decoupled": ("decoupled_lr=0.01 decoupled_min_lr=0.001", {}),
-    "weight decay": (
-        "weight_decay=0.3 start_weight_decay=0.1 end_weight_decay=0.5 weight_decay_incr_style=linear",
-        {},
-    ),
-    "validation": ("", HALF),
-    "old split": ("legacy_split", HALF),
-    "late validation": ("start_eval_at_iter=3", HALF),
-    "batches of validation": ("eval_global_batch_size=2 eval_micro_batch_size=1", HALF),
-    "whole validation": ("full_validation eval_global_batch_size=2", HALF),
-    "random tokens": ("mock_data data_path=None split=None", {}),
-    "skipped samples": ("skip_samples=('2:5',)", {}),
-    "documents": ("", MARKED),
-    "torch": ("torch", {}),
-    "packed": ("packed", {}),
-    "checksums": ("abft=('all',)", {}),
-    "spikes": ("rerun_on_spike loss_spike_deviations=0.001", {}),
-    "replicas": ("dp2 check_weight_hash_across_dp_replicas_interval=1", {}),
-    "zeros and norms": ("log_num_zeros_in_grad log_params_norm", {}),
-    "interval": ("exit_interval=2", {}),
-    "duration": ("exit_duration_in_mins=1e-09", {}),
-}
-
-
-def row_of(table: dict[str, tuple[str, dict[str, Any]]], name: str) -> tuple[int, dict[str, Any]]:
-    """Return ranks and flags for a row in FEATURES, or in a similar table."""
-    layout, more = table[name]
-    ranks, flags = parse_layout(layout)
-    return ranks, {**more, **flags}
+FEATURES = read_rows(
+    Path(__file__).resolve().parents[1] / "api" / "features.txt",
+    {"half": HALF, "dropout": DROPOUT, "steps": {"step_batch_size_schedule": "0:2 64:4"}},
+)
 
 
 VALUES: dict[str, Any] = {

@@ -35,17 +35,6 @@ def prefix(tmp_path):
     return prefix
 
 
-def test_round_trip(prefix):
-    data = IndexedDataset(prefix)
-    assert best_dtype(65499) == np.uint16 and best_dtype(65500) == np.int32
-    assert data.dtype == np.uint16 and len(data) == 4 and data.num_tokens == 8
-    assert [data[i].tolist() for i in range(4)] == DOCUMENTS
-    assert data.get(3, 1, 2).tolist() == [5, 6] and data.get(3, 2).tolist() == [6, 7]
-    assert data.document_indices.tolist() == [0, 1, 2, 3, 4]
-    with pytest.raises(ValueError, match="read-only"):
-        data[0][0] = 1
-
-
 def test_files_byte_for_byte(prefix):
     """The layout written out by hand from the format's description."""
     index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 4, 5)

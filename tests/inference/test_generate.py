@@ -265,16 +265,6 @@ def pair(tmp_path_factory):
     return directory, their_tokens(save_trained(SoloComm(), directory, 3, **WIDE))
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2)])
-def test_greedy_tokens_are_those_of_transformers(pair, sizes):
-    directory, expected = pair
-    ranks = sizes[0] * sizes[1]
-    assert ThreadWorld(ranks).run(lambda world: our_tokens(world, directory, sizes)) == [
-        expected for _ in range(ranks)
-    ]
-    assert len({tuple(ids) for ids in expected}) == len(TEXTS), "prompts make a difference"
-
-
 def family_tokens(world, family: str, tp: int, pp: int, count: int) -> list[list[int]]:
     return tokens_of(random_model(world, family, tp, pp), SHORT, count)
 

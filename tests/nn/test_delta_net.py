@@ -142,24 +142,6 @@ def test_a_state_without_a_value_is_zero(ops):
     assert all(map(torch.equal, results, others))
 
 
-@pytest.mark.parametrize("cut", [1, 64, 100, 199])
-def test_two_segments_are_the_whole(ops, cut):
-    """The second begins with the state of the first, and returns its gradient."""
-    given = inputs(200, "near 1")
-    wanted = expected(200, "near 1", torch.float32, ())
-    qkv, decay, beta, state = (x.clone().requires_grad_() for x in given[:4])
-    outputs = []
-    last = state
-    for tokens in (slice(0, cut), slice(cut, None)):
-        gates = DeltaGates(decay[tokens], beta[tokens])
-        out, last = ops.gated_delta_rule(qkv[tokens], gates, HEADS, None, last)
-        outputs.append(out)
-    outputs = (torch.cat(outputs), last)
-    gradients = torch.autograd.grad(outputs, (qkv, decay, beta, state), given[4:])
-    for actual, exact in zip((*outputs, *gradients), wanted, strict=True):
-        relatively_close(actual, exact, 1e-5)
-
-
 def test_generation_continues_the_rule(ops):
     """Rows are samples in another order; a state that no row names is unchanged."""
     given = inputs(65, "near 1")

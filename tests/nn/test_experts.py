@@ -17,10 +17,9 @@ from fugaku_megatron.costs.plan import Plan
 from fugaku_megatron.costs.stages import stage_records
 from fugaku_megatron.host import kernels
 from fugaku_megatron.host.observed import NONBLOCKING, VERBS, Observed
-from fugaku_megatron.nn.experts import Order, Route, in_turn, kept
+from fugaku_megatron.nn.experts import Route, in_turn
 from fugaku_megatron.nn.forward_context import Pass
 from fugaku_megatron.nn.ops import Ops, recompute
-from fugaku_megatron.nn.parameter import row_groups
 from fugaku_megatron.observe.export.history import History, read_history
 from fugaku_megatron.observe.export.metrics_writer import LogOutputs, MetricsWriter
 from fugaku_megatron.observe.log import expert_load
@@ -55,7 +54,6 @@ from tests.checks.experts import (
 )
 from tests.helpers import (
     PP2,
-    TP2,
     build_trainer,
     grid_groups,
     lay_out,
@@ -115,38 +113,6 @@ def test_values_and_gradients_are_those_of_the_reference(variant, backend):
         {name: theirs[name].grad for name in ours},
         rtol=1e-5,
         atol=2e-5,
-    )
-
-
-@pytest.mark.parametrize("backend", ["native", "torch"])
-def test_order_and_capacity(backend):
-    chosen = torch.tensor([[2, 0], [2, 1], [0, 2], [2, 0]])
-    ops = Ops.build(backend)
-    order = Order.of(ops, chosen, 4)
-    assert order.counts == (3, 1, 4, 0) and order.pairs.tolist() == [1, 4, 7, 3, 0, 2, 5, 6]
-    assert list(row_groups(order.counts)) == [(0, slice(0, 3)), (1, slice(3, 4)), (2, slice(4, 8))]
-    assert order.dispatch(torch.arange(4.0)[:, None]).flatten().tolist() == [0, 2, 3, 1, 0, 1, 2, 3]
-    assert order.combine(torch.arange(8.0)[:, None]).tolist() == [[4.0], [8.0], [7.0], [9.0]]
-    model = small_run(
-        **EXPERTS, moe_expert_capacity_factor=2.0
-    ).model  # ceil(8 / 8 x 2) = 2 of each
-    scores = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.7, 0.3], [0.8, 0.2]])
-    assert kept(scores, chosen, model).tolist() == [
-        [False, True],
-        [True, True],
-        [True, False],
-        [True, False],
-    ]
-    dropped = Order.of(ops, chosen, 4, kept(scores, chosen, model))
-    assert dropped.counts == (2, 1, 2, 0) and dropped.combine(torch.ones(5, 1)).tolist() == [
-        [1.0],
-        [2.0],
-        [1.0],
-        [1.0],
-    ]
-    nothing = Order.of(ops, chosen, 4, torch.zeros_like(chosen, dtype=torch.bool))
-    assert (
-        nothing.counts == (0, 0, 0, 0) and nothing.combine(torch.ones(0, 1)).tolist() == [[0.0]] * 4
     )
 
 
@@ -318,8 +284,6 @@ def test_a_repeated_iteration_does_not_change_the_loads():
 
 
 # Layouts ------------------------------------------------------------------------------------------------------------------------
-
-SEQUENCE = {**TP2, "sequence_parallel": True}
 
 
 EP2 = {"expert_model_parallel_size": 2}

@@ -72,16 +72,6 @@ def test_codes_of_eight_bits():
         assert torch.equal(moment.codes, before), "what a checkpoint holds gives the same codes"
 
 
-def test_a_segment_with_a_short_last_block():
-    """Three segments with 9 elements in blocks of 4: each block has its largest element as scale."""
-    values = torch.arange(1.0, 28.0)
-    chunk = [Blocks(start=0, segments=3, length=9, block=4, first_scale=0, place=PLACE)]
-    moment = EightBitMoment(27, chunk[0].scales, signed=True)
-    moment.write(chunk, values)
-    assert moment.scales.tolist() == [4, 8, 9, 13, 17, 18, 22, 26, 27]
-    assert torch.allclose(moment.read(chunk), values, rtol=0.02)
-
-
 MODELS = {
     "gpt": {},
     "grouped": GROUPED,

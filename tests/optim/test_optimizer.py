@@ -30,8 +30,6 @@ from fugaku_megatron.training.trainer import Trainer
 from tests.checks.moments import BF16_MOMENTS
 from tests.checks.training import trained
 from tests.helpers import (
-    OVERLAP,
-    TP2PP2,
     dry_trainer,
     find_checkpoint,
     make_trainer,
@@ -387,33 +385,6 @@ def test_twelve_iterations_stay_with_fp32s():
     assert 0 < change(weights, alone[1]) < 0.005 * change(weights, before), (
         "of the way that the weights have gone"
     )
-
-
-@pytest.mark.parametrize(
-    "model",
-    [{}, {"swiglu": True, "group_query_attention": True, "num_query_groups": 2}],
-    ids=["gpt", "llama"],
-)
-def test_places_are_those_of_the_global_tensor(model):
-    """Return every rank's pieces in every bucket."""
-    for rank in range(8):
-        optimizer = dry_trainer(rank, 8, **TP2PP2, **OVERLAP, **model).optimizer
-        flat = optimizer.flat
-        for part in optimizer.shards:
-            pieces = flat.pieces(part.start, part.start + len(part.master))
-            for (piece, place), covered in zip(pieces, pieces_by_hand(flat, part), strict=True):
-                assert torch.equal(place.numbers(piece.end - piece.start), covered)
-
-
-def pieces_by_hand(flat, part):
-    """Return the element numbers of each parameter in a shard, computed from the parameters' slices."""
-    for parameter, start in zip(flat.parameters, flat.starts, strict=True):
-        spec = parameter.spec
-        whole = torch.arange(math.prod(spec.shape)).view(spec.shape)
-        own = whole[tuple(slice(o, o + n) for o, n in zip(spec.offset, parameter.shape))].flatten()
-        inside = own[max(0, part.start - start) : max(0, part.start + len(part.master) - start)]
-        if len(inside):
-            yield inside
 
 
 def test_the_planner_counts_fewer_bytes_and_less_traffic():

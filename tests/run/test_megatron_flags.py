@@ -573,31 +573,3 @@ def test_a_yaml_file_needs_a_package(tmp_path, monkeypatch):
         ValueError, match=r"--yaml-cfg x needs .*: pip install ruamel.yaml, or .* extra \[yaml\]"
     ):
         parse(["--yaml-cfg", "x"])
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "a: &a [x,x,x,x,x,x,x,x,x]\n"
-        + "".join(
-            f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi")
-        )
-        + "num_layers: *i\n",
-        "num_layers: &a [*a]\n",
-        "language_model: &a {num_layers: *a}\n",
-    ],
-)
-def test_a_yaml_file_that_stands_for_billions_of_values_is_refused(text, tmp_path):
-    (tmp_path / "bomb.yaml").write_text(text)
-    with pytest.raises(ValueError, match="bomb.yaml: its aliases stand for more than 10000 values"):
-        parse(["--yaml-cfg", str(tmp_path / "bomb.yaml")])
-
-
-def test_a_yaml_file_may_use_an_alias(tmp_path):
-    rest = (
-        "hidden_size: 16\nseq_length: 16\nmicro_batch_size: *two\ntrain_iters: 1\nmock_data: true\n"
-    )
-    text = f"num_layers: &two 2\nnum_attention_heads: *two\nvocab_size: 96\nlr: 1.0e-3\n{rest}"
-    (tmp_path / "run.yaml").write_text(text)
-    run = parse(["--yaml-cfg", str(tmp_path / "run.yaml")]).run
-    assert (run.model.num_layers, run.batch.micro_batch_size) == (2, 2)

@@ -38,6 +38,7 @@ from tests.checks.layouts import (
 )
 from tests.checks.moments import BF16_MOMENTS, EIGHT
 from tests.checks.moments import SIZES as UNEVEN
+from tests.checks.tables import DEFINITION, Presets, parse_row
 from tests.helpers import DROPOUT, make_trainer, parse_layout, run_layout, small_run
 from tests.llama_models import FAMILIES
 from tests.threads import ThreadComm
@@ -55,7 +56,7 @@ class Model(NamedTuple):
 
 
 # Names of layouts.txt, next to those that it defines.
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: Presets = {
     **FAMILIES,
     "dropout": DROPOUT,
     "resets": RESETS,
@@ -81,24 +82,15 @@ MODELS: dict[str, Model] = {}
 CASES: list[tuple[str, str, bool]] = []  # a model, a layout, and whether it is rare
 
 
-def flags_of(words: str) -> dict[str, Any]:
-    """Return the flags that words and names of PRESETS stand for."""
-    flags: dict[str, Any] = {}
-    for word in words.split():
-        preset = PRESETS.get(word[1:-1]) if word.startswith("<") else None
-        flags |= parse_layout(word)[1] if preset is None else preset
-    return flags
-
-
 def read_table() -> None:
     """Read layouts.txt, whose head describes the format."""
     name = ""
     for line in Path(__file__).with_name("layouts.txt").read_text().splitlines():
-        if definition := re.fullmatch("<(.*?)> = (.*)", line):
-            PRESETS[definition[1]] = flags_of(definition[2])
+        if definition := DEFINITION.fullmatch(line):
+            PRESETS[definition[1]] = parse_row(definition[2], PRESETS)[1]
         elif section := re.fullmatch(r"\[(.*)\] (.*)", line):
             name = section[1]
-            flags = flags_of(section[2])
+            flags = parse_row(section[2], PRESETS)[1]
             of_test = {key: flags.pop(key) for key in Model._fields if key in flags}
             MODELS[name] = Model(flags, **of_test)
         elif line and not line.startswith("#"):

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,70 +24,15 @@ from fugaku_megatron.observe.log.iteration_metrics import parse_line
 from fugaku_megatron.run.dry_run import report
 from fugaku_megatron.run.loop import Session
 from tests.checks.plain_model import plain_losses
+from tests.checks.tables import read_rows
 from tests.helpers import lay_out, make_trainer, run_layout, small_run, whole_tensors
 
 pytestmark = pytest.mark.parallel
 
 SAMPLES = 8  # of a global batch
-ROPE = {"position_embedding_type": "rope"}
-YARN = {
-    "position_embedding_type": "yarn",
-    "rotary_scaling_factor": 4.0,
-    "yarn_original_max_position_embeddings": 8,
-    "yarn_beta_fast": 2.0,
-    "yarn_beta_slow": 0.1,
-    "kv_channels": 16,
-}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "squared relu": {"squared_relu": True},
-    "exact gelu": {"bias_gelu_fusion": False},
-    "exact gelu without biases": {"disable_bias_linear": True},
-    "tanh gelu without biases": {"disable_bias_linear": True, "openai_gelu": True},
-    "z-loss": {"use_z_loss": True, "z_loss_strength": 0.01, "make_vocab_size_divisible_by": 40},
-    "z-loss in chunks of masked rows": {
-        "use_z_loss": True,
-        "z_loss_strength": 0.01,
-        "make_vocab_size_divisible_by": 40,
-        "mask_vocab_padding": "yes",
-        "untie_embeddings_and_output_weights": True,
-    },
-    "linear scaling": {**ROPE, "rotary_seq_len_interpolation_factor": 3.0},
-    "dynamic scaling": {
-        **ROPE,
-        "rope_dynamic_factor": 2.0,
-        "rope_scaling_original_max_position_embeddings": 4,
-    },
-    "yarn": YARN,
-    "yarn with mscale": {
-        **YARN,
-        "mscale": 0.7,
-        "mscale_all_dim": 1.3,
-        "yarn_correction_range_round_to_int": False,
-    },
-    "centred layer norms of queries and keys": {
-        **ROPE,
-        "apply_layernorm_1p": True,
-        "qk_layernorm": True,
-        "group_query_attention": True,
-        "num_query_groups": 2,
-    },
-    "layer norms without positions": {"qk_layernorm": True, "position_embedding_type": "none"},
-    "parallel residual": {"parallel_residual": True, **ROPE},
-    "multipliers": {
-        **ROPE,
-        "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.6,
-        "attention_multiplier": 0.5,
-        "logits_scaling": 2.0,
-        "disable_bias_linear": True,
-    },
-    "norms without weights": {"normalization": "PlainLayerNorm"},
-    "gated gelu and centred norms": {
-        "geglu": True,
-        "normalization": "RMSNorm",
-        "apply_layernorm_1p": True,
-    },
-    "padded vocabulary": {"padded_vocab_size": 112},
+OPTIONS = {
+    name: flags
+    for name, (_, flags) in read_rows(Path(__file__).with_name("options.txt"), {}).items()
 }
 ONE = "dp1"
 # The gradients of a tied weight are two parts on two stages.

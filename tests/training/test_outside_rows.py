@@ -160,6 +160,10 @@ def test_rows_are_accounted_for():
         ({"activation_func": "swiglu"}, "--activation-func swiglu has a flag .*: pass --swiglu"),
         ({"activation_func": "gate", "swiglu": True}, "--swiglu and --activation-func exclude"),
         ({"normalization": "RMS", "qk_layernorm": True}, "for LayerNorm and RMSNorm"),
+        (
+            {"normalization": "BatchNorm"},
+            "--normalization is BatchNorm: pass LayerNorm or .* or RMS",
+        ),
         ({"optimizer": "sgd"}, "--optimizer is sgd: pass adam or muon or dist_muon or own_adamw"),
         (
             {
