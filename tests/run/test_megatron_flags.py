@@ -1,10 +1,7 @@
 """Flags of Megatron-LM, its forks and their scripts: done, noted, or refused with a reason."""
 
-import os
-import re
-import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,11 +14,9 @@ from fugaku_megatron.cli.arguments import build_parser, parse
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.batches import run_length
 from fugaku_megatron.config.megatron_flags import OTHER_FLAGS, OtherFlag
-from fugaku_megatron.config.recipes import RECIPES
 from fugaku_megatron.costs.plan import Plan
-from fugaku_megatron.observe.export import writers
 from fugaku_megatron.observe.export.metrics_writer import LogOutputs, MetricsWriter
-from fugaku_megatron.observe.export.writers import WandbRun, open_writers
+from fugaku_megatron.observe.export.writers import open_writers
 from fugaku_megatron.run import data as data_module
 from fugaku_megatron.run.loop import Session
 from fugaku_megatron.run.sources import Sources
@@ -29,7 +24,7 @@ from fugaku_megatron.run.tokenizer import read_tokenizer, with_vocabulary
 from tests.checks.tokenizers import PIECES, TEXTS, write_sentencepiece
 from tests.helpers import build_trainer, find_checkpoint, grid_groups, make_trainer, small_run
 from tests.threads import ThreadWorld
-from tools import megatron_flags, scripts_start
+from tools import scripts_start
 
 pytestmark = pytest.mark.parallel
 
@@ -125,12 +120,6 @@ def test_all_reasons_come_in_one_message_a_line_each(capsys):
     ] * len(starts)
 
 
-def test_the_flags_of_megatron_head_are_all_known():
-    head = next(flags for name, flags in megatron_flags.scripts().items() if "every flag" in name)
-    known = {option for action in build_parser()._actions for option in action.option_strings}
-    assert len(head) > 870 and set(head) <= known
-
-
 LEGACY = r" is a checkpoint of Megatron-LM \(it holds .*convert --from-m"
 
 
@@ -198,157 +187,6 @@ def package(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", Package(__spec__=SimpleNamespace(name="wandb")))
     monkeypatch.delenv("WANDB_MODE", raising=False)
     return sys.modules["wandb"]
-
-
-def test_wandb_gets_the_figures_and_is_offline_without_a_network(
-    package, monkeypatch, tmp_path, capsys
-):
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    words = "--wandb-project project --wandb-exp-name name --wandb-entity team --wandb-save-dir"
-    run = parse([*BASE, *words.split(), str(tmp_path / "new")]).run
-    writer = MetricsWriter(10, 5, LogOutputs(writers=open_writers(run, 0, True, print)))
-    writer.validation(5, 2.0, 80)
-    writer.close()
-    assert package.given == {
-        "project": "project",
-        "name": "name",
-        "entity": "team",
-        "dir": str(tmp_path / "new"),
-        "config": asdict(run),
-        "mode": "offline",
-    }
-    assert (5, {"lm loss validation": 2.0}) in package.logged and package.finished
-    assert "--wandb-project: offline" in capsys.readouterr().out
-    assert open_writers(run, 0, False, print) == []
-    monkeypatch.setattr(writers, "_reachable", lambda: True)
-    open_writers(run, 0, True, print)
-    assert package.given["mode"] == "online"
-
-
-def test_an_error_of_wandb_does_not_end_the_run(package, monkeypatch, capsys):
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    monkeypatch.setattr(package, "init", lambda **given: 1 / 0)
-    wandb = WandbRun("project", "name", print)
-    MetricsWriter(10, 5, LogOutputs(writers=[wandb])).validation(5, 2.0, 80)
-    assert (
-        "--wandb-project project: division by zero; the run continues without it"
-        in capsys.readouterr().out
-    )
-
-
-@pytest.mark.system
-def test_the_real_package_keeps_a_run_offline(tmp_path):
-    words = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 --mock-data"
-    order = [
-        *words.split(),
-        *"--vocab-size 64 --train-iters 3 --log-interval 1 --eval-iters 0 --kernels native".split(),
-        *"--wandb-project p --wandb-exp-name n".split(),
-    ]
-    # The limits are for hangs alone: with a load of 12 on two cores, its 11 processor seconds took two minutes.
-    environment = {
-        **os.environ,
-        "WANDB_MODE": "offline",
-        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
-        "OMP_NUM_THREADS": "1",
-        "WANDB__SERVICE_WAIT": "600",
-        "WANDB_INIT_TIMEOUT": "600",
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "fugaku_megatron", "train", *order],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr
-    assert (
-        "--wandb-project: offline" in done.stdout
-        and len(list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))) == 1
-    )
-
-
-def test_wandb_that_is_not_installed(monkeypatch):
-    monkeypatch.setattr(writers.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        ValueError, match="--wandb-project p: a package is missing: pip install wandb"
-    ):
-        open_writers(
-            parse([*BASE, *"--wandb-project p --wandb-exp-name n".split()]).run, 0, False, print
-        )
-    assert parse([*BASE, "--wandb-entity", "e"]).notes == (
-        "--wandb-entity has no effect without --wandb-project",
-    )
-
-
-@pytest.mark.parametrize("document", megatron_flags.DOCUMENTS, ids=lambda path: path.name)
-def test_the_tables_of_the_documents_are_those_of_the_program(document):
-    made = "\n".join(megatron_flags.DOCUMENTS[document]())
-    assert document.read_text().partition(megatron_flags.LINE)[2].strip() == made.strip(), (
-        "python -m tools.megatron_flags --write"
-    )
-
-
-def test_the_page_of_flags_has_every_flag_with_its_default_and_every_recipe():
-    rows = [
-        [cell.strip() for cell in line.strip("| ").split(" | ")]
-        for line in megatron_flags.flag_tables()
-        if line[:3] == "| `"
-    ]
-    named = [name for cells in rows for name in re.findall(r"`(.*?)`", cells[0])]
-    flags = [
-        option
-        for action in build_parser()._actions
-        for option in action.option_strings
-        if option not in OTHER_FLAGS
-    ]
-    flags = [option for option in flags if option not in ("-h", "--help")]
-    assert sorted(named) == sorted(
-        [*flags, "--recipe", *RECIPES]
-    )  # --recipe is also the head of the last table
-    by_name = {re.match("`(.*?)`", cells[0])[1]: cells[1:] for cells in rows}
-    assert by_name["--lr-warmup-iters"] == ["integer", "0", "iterations of linear warm-up"]
-    assert by_name["--zero-stage"][:2] == ["`0` or `1` or `2` or `3`", "0"]
-    assert by_name["--num-layers"][:2] == ["integer", "required"]
-    assert by_name["--use-flush-denormal"] == ["", "on", "flush denormals to zero in every thread"]
-    assert by_name["--max-position-embeddings"][1] == "`--seq-length`" and by_name["--bf16"][
-        :2
-    ] == ["", ""]
-    assert by_name["--rampup-batch-size"][:2] == ["integer, 3 of them", ""]
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_the_flags_that_a_recipe_stands_for_make_its_run(name):
-    run = parse([*megatron_flags.recipe_flags(RECIPES[name]())]).run
-    recipe = RECIPES[name]()
-    assert run.optimizer.min_lr == pytest.approx(
-        recipe.optimizer.min_lr, rel=1e-12
-    )  # written with 12 digits
-    assert replace(run, optimizer=replace(run.optimizer, min_lr=recipe.optimizer.min_lr)) == recipe
-
-
-def test_every_flag_of_the_scripts_is_done_noted_or_refused():
-    parser = build_parser()
-    for name, flags in megatron_flags.scripts().items():
-        assert (
-            len(flags) > 20
-            and name.count(": ") == 1
-            and re.search(r"as stored at commit [0-9a-f]{12}\b|as released in", name)
-        )
-        for given in flags:
-            found = megatron_flags.row(given, parser)
-            assert found.meaning and found.status in ("done", "noted", "refused"), given
-    status = {
-        given: megatron_flags.row(given, parser).status
-        for given in (
-            "--lr",
-            "--position-embedding-type rope",
-            "--normalization RMSNorm",
-            "--multi-latent-attention",
-            "--attention-backend fused",
-        )
-    }
-    assert [*status.values()] == ["done", "done", "done", "refused", "noted"]
 
 
 PRODUCTION = next(
@@ -456,120 +294,3 @@ def test_the_flags_of_a_production_script_and_a_sentencepiece_model_start_a_shru
         == PIECES
         == manifest["state"]["tokenizer"]["vocab_size"]
     )
-
-
-YAML = """
-language_model:
-  num_layers: 2
-  hidden_size: 64
-  num_attention_heads: 4
-  num_query_groups: null
-  add_bias_linear: False
-  activation_func: ACTIVATION
-  gated_linear_unit: False
-  layernorm_zero_centered_gamma: True
-  layernorm_epsilon: 1.e-6
-  apply_rope_fusion: True
-  init_method: null
-model_parallel:
-  tensor_model_parallel_size: 2
-  bf16: True
-  timers: null
-micro_batch_size: 2
-global_batch_size: 8
-rampup_batch_size: [2, 2, 100]
-swiglu: True
-add_position_embedding: False
-position_embedding_type: rope
-check_for_nan_in_loss_and_grad: True
-seq_length: 32
-max_position_embeddings: 64
-lr: 2.5e-4
-use_flush_denormal: False
-train_samples: 400
-train_data_path: 0.3 a 0.7 b
-wandb_project: ''
-"""
-LIKE = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --disable-bias-linear --layernorm-epsilon 1e-6 --bf16 "
-    "--tensor-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 8 --rampup-batch-size 2 2 100 --lr 2.5e-4 "
-    "--position-embedding-type rope --seq-length 32 --max-position-embeddings 64 --no-use-flush-denormal --train-samples 400 "
-    "--apply-layernorm-1p --train-data-path 0.3 a 0.7 b"
-)
-
-
-@pytest.mark.parametrize(
-    ("activation", "switch"),
-    [("swiglu", "--swiglu"), ("squaredrelu", "--squared-relu"), ("gelu", "--no-bias-gelu-fusion")],
-)
-def test_flags_from_a_yaml_file(tmp_path, activation, switch):
-    """megatron/training/yaml_arguments.py: activation_func decides, whatever swiglu says, and the command line is ignored."""
-    path = tmp_path / "gpt.yaml"
-    path.write_text(YAML.replace("ACTIVATION", activation))
-    found = parse(f"--yaml-cfg {path} --dry-run --num-layers 7 --use-mpi".split())
-    assert found.dry_run and found.run == parse([*LIKE.split(), switch]).run
-    assert (
-        found.notes[0]
-        == f"--yaml-cfg {path}: the command line's --num-layers, --use-mpi are ignored, as in Megatron-LM"
-    )
-    assert (
-        found.notes[1].startswith("--no-position-embedding:") and found.run.model.apply_layernorm_1p
-    )
-    assert parse(["--yaml-cfg", str(path)]).notes == found.notes[1:]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "language_model:\n  num_layer: 3",
-            "language_model.num_layer: unknown key: did you mean --num-layers?",
-        ),
-        ("lr: fast", "lr: argument --lr: invalid float value: 'fast'"),
-        ("bf16: 3", "bf16: 3 is not a value of a switch: pass true, false or null"),
-        ("lr: True", "lr: True is not a value of --lr: pass one, or null"),
-        (
-            "language_model: {activation_func: tanh}",
-            "language_model.activation_func: 'tanh' is not an activation: pass swiglu",
-        ),
-        (
-            "language_model: {init_method: xavier_uniform}",
-            "language_model.init_method: 'xavier_uniform' is not supported: pass null",
-        ),
-        (
-            "language_model: {tensor_parallel_num_weight_shards: 2}",
-            "language_model.tensor_parallel_num_weight_shards: "
-            "--tensor-parallel-num-weight-shards 2: weights are not cut further",
-        ),
-        (
-            "training: {lr: 1}",
-            "training is a section, and the sections are language_model and model_parallel",
-        ),
-        (
-            "lr: 1\nlanguage_model: {lr: 1}",
-            "lr stands at the top or in a section twice: leave one out",
-        ),
-        ("lr: {a: 1}", "lr is a section"),
-        ("language_model: {lr: {a: 1}}", "language_model.lr: it has keys of its own"),
-        ("- 1", "it holds no keys"),
-        ("a: [", "cannot be read: line 1: while parsing"),
-        (None, "cannot be read (No such file or directory); pass the path"),
-    ],
-)
-def test_mistakes_in_a_yaml_file_name_the_file_and_the_key(tmp_path, text, message):
-    path = tmp_path / "gpt.yaml"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(ValueError) as refused:
-        parse(["--yaml-cfg", str(path)])
-    assert str(refused.value).startswith(f"--yaml-cfg {path}: {message}") and "\n" not in str(
-        refused.value
-    )
-
-
-def test_a_yaml_file_needs_a_package(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ruamel.yaml", None)
-    with pytest.raises(
-        ValueError, match=r"--yaml-cfg x needs .*: pip install ruamel.yaml, or .* extra \[yaml\]"
-    ):
-        parse(["--yaml-cfg", "x"])
