@@ -37,8 +37,6 @@ from tests.threads import ThreadWorld
 
 pytestmark = pytest.mark.parallel
 
-BASE = ["--recipe", "demo", "--mock-data"]
-
 
 def trained(world, tmp_path, iterations, **changes):
     """A session of the small model with one layer per stage, run to its end."""

@@ -103,7 +103,7 @@ OPTIMIZER_RUNS = [
 def test_the_plan_has_the_optimizer_s_memory(changes, layout):
     """Moments and master weights on the fullest rank of each stage, to 1 %."""
     ranks, options = parse_layout(layout)
-    run = small_run(**changes, **options)
+    run = small_run(**{**changes, **options})
     stages = run.parallel.pipeline_model_parallel_size
     held = [
         state_bytes(make_trainer(SoloComm(rank, ranks), run).optimizer) for rank in range(ranks)
