@@ -49,24 +49,6 @@ def test_ramp_up_is_megatrons():
     )
 
 
-@pytest.mark.parametrize(
-    "ramp", [RampUp(8, 1, 0, 8), RampUp(4, 4, 100, 16), RampUp(4, 4, 7, 16), RampUp(16, 4, 280, 68)]
-)
-def test_length_walks_the_ramp(ramp):
-    consumed = walked(ramp, 60)
-    for iterations in range(60):
-        assert length(TrainingConfig(train_iters=iterations), ramp) == (
-            iterations,
-            consumed[iterations],
-        )
-    for samples in range(1, 300):
-        iterations = max(i for i, c in enumerate(consumed) if c <= samples)
-        assert length(TrainingConfig(train_samples=samples), ramp) == (
-            iterations,
-            consumed[iterations],
-        )
-
-
 @pytest.mark.parametrize("ramp", [RampUp(8, 1, 0, 8), RampUp(4, 4, 100, 16)])
 def test_length_of_a_resumed_run(ramp):
     consumed = walked(ramp, 30)

@@ -66,12 +66,6 @@ def test_cpus_that_alternate_between_domains_and_memory_without_cpus(tmp_path):
     assert [rank.binding.cpus for rank in map_ranks(node, 8)][:3] == [(0,), (4,), (1,)]
 
 
-def test_uneven_domains_stay_whole(tmp_path):
-    node = Node.read(tree(tmp_path, {0: range(14), 1: range(14, 26)}, 1, 32))
-    assert [format_list(rank.binding.cpus) for rank in map_ranks(node, 2)] == ["0-13", "14-25"]
-    assert "domains of 12 to 14 cores" in node.describe()
-
-
 @pytest.mark.parametrize(
     "ranks, environ, quota, threads, why",
     [

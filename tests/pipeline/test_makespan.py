@@ -6,11 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fugaku_megatron.pipeline import instructions
-from fugaku_megatron.pipeline.instructions import BACKWARD, FORWARD
 from fugaku_megatron.pipeline.placement import Placement, V, balanced_cut
 from fugaku_megatron.pipeline.schedule import Schedule, build
-from fugaku_megatron.pipeline.timeline import COMPUTATIONS, Costs, Span, makespan, spans, walk
+from fugaku_megatron.pipeline.timeline import COMPUTATIONS, Costs, makespan, walk
 
 pytestmark = pytest.mark.unit
 
@@ -33,27 +31,6 @@ def test_owner_inverts_part_and_neighbours_follow_the_model(placement):
         after, before = (placement.neighbour(stage, chunk, step) for step in (1, -1))
         assert owned.get(after) == (part + 1 if part + 1 < placement.virtual_stages else None)
         assert owned.get(before) == (part - 1 if part else None)
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-def test_forward_slots_follow_the_model_and_never_meet(placement):
-    slots = {
-        (m, part): placement.forward_slot(m, part)
-        for m in range(20)
-        for part in range(placement.virtual_stages)
-    }
-    assert all(
-        slots[m, part] < slots[m, part + 1]
-        for m in range(20)
-        for part in range(placement.virtual_stages - 1)
-    )
-    for stage in range(placement.stages):
-        own = [
-            slots[m, placement.virtual_stage(stage, chunk)]
-            for m in range(20)
-            for chunk in range(placement.model_chunks)
-        ]
-        assert len(set(own)) == len(own)
 
 
 @pytest.mark.parametrize(
@@ -89,19 +66,6 @@ def slots(name: str, stages: int, chunks: int, microbatches: int) -> float:
     """Return the slots of an iteration with F = I = W = 1 for all chunks of a stage, B = 2 and free messages."""
     schedule = build(name, stages, chunks, microbatches)
     return walk(schedule, Costs.alike(schedule))
-
-
-def test_spans_of_a_small_case():
-    schedule = build("1f1b", 2, 1, 1)
-    costs = Costs({FORWARD: [[1.0], [2.0]], BACKWARD: [[3.0], [4.0]]}, transfer=0.5)
-    assert spans(schedule, costs) == [
-        Span(0, FORWARD, 0, 0, 0.0, 1.0),
-        Span(1, instructions.RECV_FORWARD, 0, 0, 1.0, 1.5),
-        Span(1, FORWARD, 0, 0, 1.5, 3.5),
-        Span(1, BACKWARD, 0, 0, 3.5, 7.5),
-        Span(0, instructions.RECV_BACKWARD, 0, 0, 7.5, 8.0),
-        Span(0, BACKWARD, 0, 0, 8.0, 11.0),
-    ]
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 5), (4, 8), (8, 16), (8, 40)])
