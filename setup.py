@@ -1,4 +1,4 @@
-"""Builds the package and its C++ extension fugaku_megatron._kernels.
+"""Build the package and its C++ extension fugaku_megatron._kernels.
 
     python setup.py build_ext --inplace          (incremental; --force rebuilds everything)
     pip install .   pip wheel .                  (one library for every torch: it links none)
@@ -38,6 +38,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 SOURCES = ROOT / "kernels_sve"
+EXTENSION = SOURCES / "extension"  # what a static program without Python leaves out
 COMMON_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
 TARGET_FLAGS = [
     "-ffp-contract=fast",
@@ -161,7 +162,7 @@ int main(int count, char** rows) {
 
 
 def families() -> list[str]:
-    """The families of kernels.inc: the slowest to compile first, then in its order."""
+    """Return the families of kernels.inc: the slowest to compile first, then in its order."""
     rows = re.findall(r"FM_KERNEL\(\w+, (\w+), \"", (SOURCES / "kernels.inc").read_text())
     return list(dict.fromkeys((*SLOWEST, *rows)))
 
@@ -173,7 +174,7 @@ def family_header(family: str) -> str:
 
 
 def source_hash() -> str:
-    """SHA-256 of all that the kernels are made from: the files of kernels_sve, TARGETS and the flags above."""
+    """Return the SHA-256 of all that the kernels are made from: the files of kernels_sve, TARGETS and the flags above."""
     digest = hashlib.sha256(
         repr((TARGETS, COMMON_FLAGS, TARGET_FLAGS, GCC_FLAGS, GCC_SVE_FLAGS)).encode()
     )
@@ -187,7 +188,7 @@ def source_hash() -> str:
 
 
 def hash_in(library: Path) -> str:
-    """The source_hash() of the sources that a library was built from; empty for a library that has none."""
+    """Return the source_hash() of the sources that a library was built from; empty for a library that has none."""
     found = re.search(rb"fugaku_megatron kernel sources ([0-9a-f]{64})", library.read_bytes())
     return found[1].decode() if found else ""
 
@@ -217,7 +218,7 @@ class Compiler:
         ).stdout.strip()
 
     def targets(self) -> list[Target]:
-        """The rows to build. SystemExit when KERNEL_TARGETS names something else."""
+        """Return the rows to build. SystemExit when KERNEL_TARGETS names something else."""
         known = [t for t in TARGETS if t.machine in ("any", self.machine)]
         if self.variables.get("KERNEL_TARGETS") == NATIVE:
             return known if self.cross else self.native(known)
@@ -251,7 +252,7 @@ class Compiler:
         return ["-isystem", pybind11.get_include(), "-isystem", sysconfig.get_path("include")]
 
     def dispatch_macros(self) -> list[str]:
-        """For dispatch.cc: the hash, and the table as FM_ROW(name, vector bytes, machine, features), built or not.
+        """Return for dispatch.cc the hash, and the table as FM_ROW(name, vector bytes, machine, features), built or not.
 
         The machine is empty in a row that this machine type could hold and KERNEL_TARGETS leaves out.
         """
@@ -269,7 +270,7 @@ class Compiler:
         ]
 
     def target_command(self, target: Target, family: str) -> list[str]:
-        """Compiles a family of kernels for a row of the table."""
+        """Return the command that compiles a family of kernels for a row of the table."""
         base = [f"-DFM_BASE={target.base}"] if target.base else []
         gcc = (
             []
@@ -285,7 +286,7 @@ class Compiler:
         return [*self.target_cxx, *COMMON_FLAGS, *TARGET_FLAGS, *target.flags, *gcc, *macros, *base]
 
     def table_command(self, target: Target) -> list[str]:
-        """Compiles the table of a row's kernels for the baseline."""
+        """Return the command that compiles the table of a row's kernels for the baseline."""
         own = (
             [f"-DFM_BASE={target.base}", *(f"-DFM_IS_{family}=,,," for family in target.own)]
             if target.base
@@ -294,7 +295,7 @@ class Compiler:
         return [*self.cxx, *COMMON_FLAGS, f"-DFM_TARGET={target.name}", *own]
 
     def units(self) -> list[tuple[Target, str]]:
-        """(row, family) of every unit of kernels: the families of a row, or of its base, and then its own."""
+        """Return (row, family) of every unit of kernels: the families of a row, or of its base, and then its own."""
         rows = {t.name: t for t in TARGETS}
         whole = dict.fromkeys(rows[t.base] if t.base else t for t in self.targets())
         return [
@@ -304,7 +305,7 @@ class Compiler:
         ]
 
     def target_jobs(self) -> list[tuple[list[str], Path, Path]]:
-        """Every family for the rows that have it, then the tables of the rows' kernels, which belong to the baseline."""
+        """Return every family for the rows that have it, then the tables of the rows' kernels, which belong to the baseline."""
         source = SOURCES / "target.cc"
         units = [
             (
@@ -321,31 +322,35 @@ class Compiler:
         return units + tables
 
     def bindings(self) -> tuple[list[str], Path, Path]:
-        """The job of bind.cc with every bind_*.cc before it: each alone would compile pybind11 anew, seven times the work."""
+        """Return the job of module.cc with every *_bind.cc before it: each alone would compile pybind11, seven times the work."""
         included = [
             flag
-            for source in sorted(SOURCES.glob("bind/bind_*.cc"))
+            for source in sorted(SOURCES.rglob("*_bind.cc"))
             for flag in ("-include", from_root(source))
         ]
         flags = [*COMMON_FLAGS, "-O1"]  # it checks arguments; -O3 compiles a quarter longer
         command = [*self.cxx, *flags, *self.includes(), *included]
-        return command, SOURCES / "bind" / "bind.cc", self.objects / "bind.o"
+        return command, EXTENSION / "module.cc", self.objects / "module.o"
 
     def jobs(self) -> list[tuple[list[str], Path, Path]]:
-        """(command, source, object) of every file, the slowest first."""
+        """Return (command, source, object) of every file, the slowest first."""
         return [self.bindings(), *self.kernel_jobs(), *self.library_jobs()]
 
     def library_jobs(self) -> list[tuple[list[str], Path, Path]]:
         """Return the jobs of a shared library alone: OpenMP of the process, old versions of system libraries."""
-        sources = [path for path in sorted(SOURCES.glob("bind/*.cc")) if path.stem[:4] != "bind"]
         command = [*self.cxx, *COMMON_FLAGS]
-        return [(command, source, self.objects / f"{source.stem}.o") for source in sources]
+        return [
+            (command, EXTENSION / f"{name}.cc", self.objects / f"{name}.o")
+            for name in ("old_libraries", "openmp")
+        ]
 
     def kernel_jobs(self) -> list[tuple[list[str], Path, Path]]:
-        """The kernels and their dispatch, which a static program links as well."""
+        """Return the jobs of the kernels and their dispatch, which a static program links as well."""
         jobs = self.target_jobs()
         for source in sorted(SOURCES.rglob("*.cc")):
-            if source.name == "target.cc" or source.parent.name == "bind":
+            if source.name == "target.cc" or source.parent == EXTENSION:
+                continue
+            if source.stem.endswith("_bind"):
                 continue
             flags = [
                 *self.cxx,
@@ -354,13 +359,13 @@ class Compiler:
             ]
             if source.name == "parallel.cc":
                 flags.append("-fopenmp")
-            if source.name.startswith("reference"):  # a reference rounds like the formula it states
+            if source.stem.endswith("reference"):  # a reference rounds like the formula it states
                 flags.append("-ffp-contract=off")
             jobs.append((flags, source, self.objects / f"{source.stem}.o"))
         return jobs
 
     def compile(self, command: list[str], source: Path, obj: Path, force: bool) -> None:
-        """Compiles unless the stamp next to the object says that it is of this command and of the same files."""
+        """Compile unless the stamp next to the object says that it is of this command and of the same files."""
         command = [
             *command,
             *self.user_flags,
@@ -387,6 +392,7 @@ class Compiler:
             stamp.write_text(stamp_of(command, obj))
 
     def link(self, objects: list[Path], output: Path) -> None:
+        """Link the objects into a shared library."""
         output.parent.mkdir(parents=True, exist_ok=True)
         flags = shlex.split(self.variables.get("LDFLAGS", ""))
         command = [
@@ -401,12 +407,12 @@ class Compiler:
 
 
 def from_root(path: Path) -> str:
-    """The path as a command names it that runs in ROOT, so that a copy of build/ serves another checkout."""
+    """Return the path as a command in ROOT names it, so that a copy of build/ serves another checkout."""
     return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
 def inputs(obj: Path) -> list[str]:
-    """The files that an object is made from, of the list that the compiler wrote; none without a list."""
+    """Return the files that an object is made from, of the list that the compiler wrote; none without a list."""
     depfile = obj.with_suffix(".d")
     return (
         depfile.read_text().replace("\\\n", " ").split(":", 1)[1].split()
@@ -416,7 +422,7 @@ def inputs(obj: Path) -> list[str]:
 
 
 def stamp_of(command: list[str], obj: Path) -> str:
-    """The command and the content of its inputs, which alone say whether an object is up to date: copies have other dates."""
+    """Return the command and the digests of its inputs, by which an object is up to date: copies have other dates."""
     paths = [ROOT / path for path in inputs(obj)]
     digests = [
         hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else "absent"
@@ -426,7 +432,7 @@ def stamp_of(command: list[str], obj: Path) -> str:
 
 
 class BuildModules(build_py):
-    """Copies the package into an empty folder: what an earlier build left there, a module removed since, is no part of a wheel."""
+    """Copy of the package in an empty folder: what an earlier build left there, a module removed since, is no part of a wheel."""
 
     def run(self) -> None:
         if not self.editable_mode:
@@ -435,14 +441,15 @@ class BuildModules(build_py):
 
 
 class BuildKernels(build_ext):
-    """Compiles the objects of Compiler.jobs() in parallel, then links them."""
+    """Build of the extension: the objects of Compiler.jobs() in parallel, then the library."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        """As for this Python, but with the machine that the compiler builds for."""
+        """Return the name for this Python, with the machine that the compiler builds for."""
         machine = Compiler(ROOT / "build").machine
         return super().get_ext_filename(fullname).replace(platform.machine(), machine)
 
     def build_extension(self, ext: Extension) -> None:
+        """Compile what has changed in parallel and link. SystemExit when the compiler fails."""
         compiler = Compiler(ROOT / "build")
         jobs = compiler.jobs()
         try:

@@ -1,4 +1,4 @@
-// kernels.inc as data, and what a kernel costs for given sizes. Bound as _kernels.table (bind_table.cc) for host/kernels.py, which
+// kernels.inc as data, and what a kernel costs for given sizes. Bound as _kernels.table (kernel_rows_bind.cc) for host/kernels.py, which
 // finds the sizes of a call; used by tools/kernel_driver. Tested by tests/kernels/test_table.py.
 #pragma once
 #include <string>

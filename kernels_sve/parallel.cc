@@ -8,7 +8,7 @@
 #include <new>
 #include <vector>
 
-#include "arena.h"
+#include "arena/arena.h"
 #include "tuning.h"
 
 namespace fm {

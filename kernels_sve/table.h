@@ -112,7 +112,7 @@ struct RoundingArgs {
   int64_t offset = 0, first = 0, columns = INT64_C(1) << 62, row = 0;
 };
 
-// adamw.h: the scalars of one AdamW step, made in double from the options by bind_adamw.cc. rounding: of exp_avg_sq in BF16.
+// adamw.h: the scalars of one AdamW step, made in double from the options by adamw_bind.cc. rounding: of exp_avg_sq in BF16.
 struct AdamWArgs {
   float grad_scale, decay, one_minus_beta1, beta2, one_minus_beta2, step_size,
       inverse_sqrt_correction, eps;

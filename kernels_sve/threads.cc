@@ -1,5 +1,5 @@
-// What every worker thread must set for itself: its core, and that denormal numbers count as zero. Bound in bind.cc; tested by
-// tests/unit/test_placement.py.
+// What every worker thread must set for itself: its core, and that denormal numbers count as zero. Bound in module.cc; tested by
+// tests/host/test_placement.py.
 #include <sched.h>
 
 #include "parallel.h"

@@ -3,7 +3,7 @@
     make wheels
 
 The wheel of the other machine type is made by the cross compiler of `make arm-env`. The extension links nothing of torch, and
-kernels_sve/bind/old_libraries.cc has what glibc 2.28 lacks; a symbol that is newer all the same is an error.
+kernels_sve/extension/old_libraries.cc has what glibc 2.28 lacks; a symbol that is newer all the same is an error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Memory of a rank: allocator settings, the process's use, and the memory left on its node or in its
 job.
 
-An arena (kernels_sve/arena.h) keeps its pages for torch's large tensors, and malloc is tuned for
+An arena (kernels_sve/arena/arena.h) keeps its pages for torch's large tensors, and malloc is tuned for
 the rest: glibc returns freed blocks above 32 MiB to the kernel, and the next micro-batch faults
 their pages in again.
 """

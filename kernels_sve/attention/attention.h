@@ -12,7 +12,7 @@
 // Products are FP32, or BF16 with FP32 sums where tensors are BF16 and the target has a dot product of pairs. Dropout
 // of the probabilities is that of the kernel `dropout` on (b, heads, s, s), recomputed in both passes. Results have the
 // same bits for any number of threads. attention_decode.h has generation. Left out: masks other than these.
-// Reference: reference_attention.cc. Tested by tests/kernels/test_attention.py; timed by benchmarks/attention.py.
+// Reference: attention_reference.cc. Tested by tests/kernels/test_attention.py; timed by benchmarks/attention.py.
 #pragma once
 #include "attention/attention_backward.h"
 #ifndef FM_HAS_TILES

@@ -6,7 +6,7 @@
 // `slots` positions are attended to, so a window is a short cache. Memory bounds this: a task reads some slots of one group once
 // for all query heads of it, and leaves a partial softmax (Dao et al., Flash-Decoding, 2023), which are put together in order. How
 // slots are cut follows from their number alone, so results have the same bits for any number of threads.
-// Reference: reference_attention.cc. Tested by tests/kernels/test_attention_decode.py. Included by attention.h.
+// Reference: attention_reference.cc. Tested by tests/kernels/test_attention_decode.py. Included by attention.h.
 #pragma once
 #include "attention/attention_forward.h"
 

@@ -2,7 +2,7 @@
 //   c_t = sum over taps of weight[tap] x_(t - w + 1 + tap),   y = c sigma(c)
 // Inputs of another document, and those before the first token that no caller gave, are zeros. Backward computes c again; a thread has
 // all tokens of its columns, so that the weight's gradient is summed in one order. Storage float32, bfloat16 or float16, arithmetic
-// float32. Reference: reference_delta_net.cc. Tested by tests/kernels/test_delta_net.py. Included by delta_net.h.
+// float32. Reference: delta_net_reference.cc. Tested by tests/kernels/test_delta_net.py. Included by delta_net.h.
 #pragma once
 #include "rowwise/rowwise_blocks.h"
 

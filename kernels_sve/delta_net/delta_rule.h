@@ -9,8 +9,9 @@
 //   dQ = from (dO S^T) + E K,   dK = -from (dV S^T) + to (U dS^T) + E^T Q + (F + F^T) K
 //   dS = whole dS + Q^T (from dO) - K^T (from dV)
 // The gradient of a log decay is the sum of (gradient of a decay) decay over all decays that contain it; never a difference of results,
-// which would lose small ones. A thread computes a head with float matrices in its own memory, so bits are the same for any number of
-// threads. Reference: reference_delta_net.cc. Tested by tests/kernels/test_delta_net.py. Included by delta_net.h.
+// which would lose small ones. multiply takes its first factor transposed: multiply(c, q_t, k_t) is C = Q K^T. A thread computes
+// a head with float matrices in its own memory, so bits are the same for any number of threads.
+// Reference: delta_net_reference.cc. Tested by tests/kernels/test_delta_net.py. Included by delta_net.h.
 #pragma once
 #include "delta_net/delta_matmul.h"
 
@@ -164,10 +165,12 @@ FM_ONCE void solve_from_below(Matrix z, Matrix u, Matrix factors, const float* b
 
 // A thread's matrices of a chunk. Names with _t are transposed.
 struct DeltaChunk {
-  Matrix q, k, q_t, k_t, keys_sum;           // (CHUNK, d), transposed (d, CHUNK)
-  Matrix values_sum;                         // (CHUNK, dv)
-  Matrix pairwise, pairwise_t, scores, g_t;  // (CHUNK, CHUNK)
-  float *query_lengths, *key_lengths;
+  Matrix q, k, q_t, k_t;               // Q, K: (CHUNK, d), transposed (d, CHUNK)
+  Matrix keys_sum;                     // (CHUNK, d), the product at work
+  Matrix values_sum;                   // (CHUNK, dv), the product at work
+  Matrix pairwise, pairwise_t;         // D: (CHUNK, CHUNK)
+  Matrix scores, g_t;                  // Q K^T D, -G^T: (CHUNK, CHUNK)
+  float *query_lengths, *key_lengths;  // reciprocals of the lengths of rows before the division
   DeltaDecays decays;
 
   DeltaChunk(Memory& memory, int64_t d, int64_t dv)
@@ -201,21 +204,22 @@ struct DeltaChunk {
     transpose_matrix(k_t, k, CHUNK);
   }
 
-  // z and u from the first state.
+  // Z = V - from (K S) - G U and U = b Z from the first state S. Leaves K S in values_sum.
   template <class T>
   void solve(const DeltaHead<T>& at, int64_t first, const Matrix& state, const Matrix& z,
              const Matrix& u) {
-    multiply<false>(g_t, k_t, k_t, CHUNK, steps());
-    negate_triangle<true>(g_t, pairwise_t);
+    multiply<false>(g_t, k_t, k_t, CHUNK, steps());  // K K^T
+    negate_triangle<true>(g_t, pairwise_t);          // -G^T
     load_matrix(z, at.values(first), at.stride(), decays.count, at.a.dv, CHUNK);
-    multiply<false>(values_sum, k_t, state, CHUNK, steps());
+    multiply<false>(values_sum, k_t, state, CHUNK, steps());  // K S
+    // V - from (K S)
     for_elements(z, CHUNK, [&](int64_t r, int64_t i) {
       store(z.row(r) + i, load(values_sum.row(r) + i) * decays.minus_from[r] + load(z.row(r) + i));
     });
     solve_from_above(z, u, g_t, decays.beta);
   }
 
-  // The next state. Overwrites values_sum.
+  // The next state: S = whole S + K^T (to U). Leaves to U in values_sum.
   void advance(const Matrix& state, const Matrix& u) {
     for_elements(values_sum, CHUNK, [&](int64_t r, int64_t i) {
       store(values_sum.row(r) + i, load(u.row(r) + i) * decays.to[r]);
@@ -258,9 +262,10 @@ static void delta_forward_head(const DeltaHead<T>& at, T* out, float* states) {
       store_matrix(work.state, states + at.state(first / DELTA_SEGMENT), a.dv, a.d, a.dv);
     chunk.read(at, first);
     chunk.solve(at, first, work.state, work.z, work.u);
-    // Scores transposed: columns are queries.
+    // scores = (Q K^T D)^T: columns are queries.
     multiply<false>(chunk.scores, chunk.k_t, chunk.q_t, CHUNK, chunk.steps());
     multiply_elements(chunk.scores, chunk.pairwise_t);
+    // O = from (Q S) + (Q K^T D) U, in the memory of Z
     const Matrix& results = work.z;
     multiply<false>(results, chunk.q_t, work.state, CHUNK, chunk.steps());
     scale_rows(results, CHUNK, chunk.decays.from);
@@ -285,12 +290,15 @@ static void delta_rule_forward(const DeltaArgs& a, void* out, float* states) {
 
 struct DeltaBackward {
   DeltaChunk chunk;
+  // Of every chunk of a segment: its first S (d, dv), Z, U (CHUNK, dv), dQ, dK (CHUNK, d).
   Matrix states[SEGMENT], z[SEGMENT], u[SEGMENT], dq[SEGMENT], dk[SEGMENT];
-  Matrix state, state_t, dstate_t;
-  Matrix g, e, e_t, f, f_t;
+  Matrix state, state_t, dstate_t;  // S (d, dv), S^T, dS^T (dv, d)
+  Matrix g, e, e_t, f, f_t;         // -G, E, E^T, F, F^T: (CHUNK, CHUNK)
+  // dO, dV, X (CHUNK, dv) and dO^T, dV^T, U^T (dv, CHUNK).
   Matrix dout, dout_t, dv, dv_t, u_t, x;
-  float *row_sums, *column_sums, *of_state, *to_last;
-  Matrix dstate;  // of the first value head of a group, the others behind it
+  float *row_sums, *column_sums;  // of the gradients of log D_ij, i > j
+  float *dlog_from, *dlog_to;     // gradients of log from_i by way of O, of log to_i
+  Matrix dstate;                  // of the first value head of a group, the others behind it
   int64_t dstate_size;
 
   DeltaBackward(Memory& memory, const DeltaArgs& a) : chunk(memory, a.d, a.dv) {
@@ -318,8 +326,8 @@ struct DeltaBackward {
     x = memory.matrix(CHUNK, a.dv);
     row_sums = memory.floats(CHUNK);
     column_sums = memory.floats(CHUNK);
-    of_state = memory.floats(CHUNK);
-    to_last = memory.floats(CHUNK);
+    dlog_from = memory.floats(CHUNK);
+    dlog_to = memory.floats(CHUNK);
     dstate = memory.matrix(d, a.dv);
     dstate_size = d * dstate.stride;
     memory.floats((a.heads / a.groups - 1) * dstate_size);
@@ -382,14 +390,18 @@ FM_ONCE void delta_backward_chunk(const DeltaHead<T>& at, const DeltaGradArgs& g
   const DeltaDecays& decays = c.decays;
   load_matrix(w.dout, static_cast<const T*>(grad.dout) + at.result(first), a.b * a.heads * a.dv,
               decays.count, a.dv, CHUNK);
+  // scores = Q K^T D
   multiply<false>(c.scores, c.q_t, c.k_t, CHUNK, d);
   multiply_elements(c.scores, c.pairwise);
+  // g = -G = -K K^T D strictly below the diagonal
   multiply<false>(w.g, c.k_t, c.k_t, CHUNK, d);
   negate_triangle<false>(w.g, c.pairwise);
 
+  // x = dU = to (K dS) + (Q K^T D)^T dO
   multiply<false>(w.x, c.k_t, dstate, CHUNK, d);
   scale_rows(w.x, CHUNK, decays.to);
   multiply<true>(w.x, c.scores, w.dout, CHUNK, CHUNK, Steps::FROM_ROW);
+  // X = dU - G^T dV, dV = b X, db = X Z
   solve_from_below(w.x, w.dv, w.g, decays.beta);
   alignas(256) float dbeta[CHUNK];
   row_products(dbeta, w.x, z, CHUNK);
@@ -397,11 +409,13 @@ FM_ONCE void delta_backward_chunk(const DeltaHead<T>& at, const DeltaGradArgs& g
   transpose_matrix(w.dout_t, w.dout, CHUNK);
   transpose_matrix(w.dv_t, w.dv, CHUNK);
   transpose_matrix(w.u_t, u, CHUNK);
-  multiply<false>(w.e, w.dout_t, w.u_t, CHUNK, dv_steps);
-  multiply<false>(w.f, w.dv_t, w.u_t, CHUNK, dv_steps);
+  multiply<false>(w.e, w.dout_t, w.u_t, CHUNK, dv_steps);  // dO U^T
+  multiply<false>(w.f, w.dv_t, w.u_t, CHUNK, dv_steps);    // dV U^T
+  // E = dO U^T D, F = -dV U^T D strictly below
   delta_triangles(w);
   transpose_matrix(w.e_t, w.e, CHUNK);
   transpose_matrix(w.f_t, w.f, CHUNK);
+  // f = F + F^T
   for_elements(w.f, CHUNK, [&](int64_t r, int64_t i) {
     store(w.f.row(r) + i, load(w.f.row(r) + i) + load(w.f_t.row(r) + i));
   });
@@ -409,33 +423,41 @@ FM_ONCE void delta_backward_chunk(const DeltaHead<T>& at, const DeltaGradArgs& g
   transpose_matrix(w.state_t, state, d);
   transpose_matrix(w.dstate_t, dstate, d);
   const Matrix &dq = w.dq[place], &dk = w.dk[place], &sum = c.keys_sum;
-  alignas(256) float more_of_state[CHUNK];
+  alignas(256) float dlog_from_by_values[CHUNK];
+  // dQ += from (dO S^T); the gradient of log from_i is this row times query i
   multiply<false>(sum, w.dout_t, w.state_t, CHUNK, dv_steps);
   add_scaled_rows(dq, sum, decays.from);
-  row_products(w.of_state, sum, c.q, CHUNK);
+  row_products(w.dlog_from, sum, c.q, CHUNK);
+  // dQ += E K
   multiply<true>(dq, w.e_t, c.k, CHUNK, CHUNK, Steps::UNTIL_ROW);
+  // dK -= from (dV S^T); the gradient of log from_i by way of Z is this row times key i
   multiply<false>(sum, w.dv_t, w.state_t, CHUNK, dv_steps);
   add_scaled_rows(dk, sum, decays.minus_from);
-  row_products(more_of_state, sum, c.k, CHUNK);
+  row_products(dlog_from_by_values, sum, c.k, CHUNK);
+  // dK += to (U dS^T); the gradient of log to_i is this row times key i
   multiply<false>(sum, w.u_t, w.dstate_t, CHUNK, dv_steps);
   add_scaled_rows(dk, sum, decays.to);
-  row_products(w.to_last, sum, c.k, CHUNK);
+  row_products(w.dlog_to, sum, c.k, CHUNK);
+  // dK += E^T Q + (F + F^T) K
   multiply<true>(dk, w.e, c.q, CHUNK, CHUNK, Steps::FROM_ROW);
   multiply<true>(dk, w.f, c.k, CHUNK, CHUNK);
   store_matrix(w.dv, static_cast<T*>(grad.dqkv) + at.value(first), at.stride(), decays.count, a.dv);
 
+  // The log decay of token i is part of whole, from_l for l >= i, to_j for j < i, and D_lj for l >= i > j: from the last token
+  // to the first each token adds what its decay is part of and the next one's is not.
   const int64_t last = decays.count - 1;
   double total = decays.whole * matrix_product(state, dstate, d);
-  for (int64_t i = 0; i < last; ++i) total += static_cast<double>(w.to_last[i]);
+  for (int64_t i = 0; i < last; ++i) total += static_cast<double>(w.dlog_to[i]);
   // The last token is added to the next state as it is.
-  w.to_last[last] = 0;
+  w.dlog_to[last] = 0;
   for (int64_t i = last; i >= 0; --i) {
     total += static_cast<double>((w.row_sums[i] - w.column_sums[i]) +
-                                 (w.of_state[i] + more_of_state[i] - w.to_last[i]));
+                                 (w.dlog_from[i] + dlog_from_by_values[i] - w.dlog_to[i]));
     grad.ddecay[at.gate(first + i)] = static_cast<float>(total);
     grad.dbeta[at.gate(first + i)] = dbeta[i];
   }
 
+  // dS = whole dS + Q^T (from dO) - K^T (from dV)
   scale_rows(w.dout, CHUNK, decays.from);
   scale_rows(w.dv, CHUNK, decays.minus_from);
   for_elements(dstate, d, [&](int64_t r, int64_t i) {

@@ -1,7 +1,7 @@
 // The norm after the delta rule: an RMS norm of each head times a gate, y = x rstd weight silu(z), and its backward, which computes
 // rstd again. With n = dy silu(z), g = n weight and xhat = x rstd:
 //   dx = rstd (g - xhat mean(g xhat)),   dz = dy xhat weight silu'(z),   dweight += sum(n xhat)
-// Storage float32, bfloat16 or float16, arithmetic float32. Reference: reference_delta_net.cc. Tested by
+// Storage float32, bfloat16 or float16, arithmetic float32. Reference: delta_net_reference.cc. Tested by
 // tests/kernels/test_delta_net.py. Included by delta_net.h.
 #pragma once
 #include "rowwise/rowwise_blocks.h"

@@ -1,6 +1,6 @@
 // Routing of tokens to experts: the choice of k of them with their scores, its gradient, pairs of a token and an expert in the order
 // of the experts, and rows of tokens in this order and back. Storage of rows float32, bfloat16 or float16, arithmetic float32.
-// Reference: reference_routing.cc. Tested by tests/kernels/test_routing.py.
+// Reference: routing_reference.cc. Tested by tests/kernels/test_routing.py.
 #pragma once
 #include "rowwise/gate.h"
 

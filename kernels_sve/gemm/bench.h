@@ -1,5 +1,5 @@
 // Yardsticks for the benchmarks: what the machine can do, measured with the same vectors as the kernels. Bound in
-// bind_bench.cc. Reference: reference_bench.cc. Used by benchmarks/driver.py.
+// bench_bind.cc. Reference: bench_reference.cc. Used by benchmarks/driver.py.
 #pragma once
 #include "gemm/gemm.h"
 

@@ -4,7 +4,7 @@
 //
 // A GEMM packs W first, and its tiles have more rows than there are. Here every product is a dot product along a row of W, of a few rows
 // at a time, summed in float32 lanes, so its bits depend neither on threads nor on the number of rows. Reference:
-// reference_decode.cc. Tested by tests/kernels/test_decode.py, timed by python -m benchmarks decode.
+// decode_reference.cc. Tested by tests/kernels/test_decode.py, timed by python -m benchmarks decode.
 #pragma once
 #include <type_traits>
 

@@ -8,7 +8,7 @@
 //
 // A value of C is a sum over k in order within blocks of kc, the blocks added in order: the same bits for any grid of
 // threads. Partial sums lie in C when it is float32 and holds nothing that the epilogue reads, else in scratch memory.
-// Reference: reference_gemm.cc. Tested by tests/kernels/test_gemm.py, timed by python -m benchmarks gemm.
+// Reference: gemm_reference.cc. Tested by tests/kernels/test_gemm.py, timed by python -m benchmarks gemm.
 #pragma once
 #include "gemm/gemm_epilogue.h"
 #include "gemm/gemm_q8.h"

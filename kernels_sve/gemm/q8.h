@@ -3,7 +3,7 @@
 //   scale = max |x| / 127, rounded up to bfloat16,   q = nearest(x / scale),   x ~ q scale
 //
 // so no value leaves [-127, 127]. A block whose largest magnitude is below 2^-100 is zeros with the scale 0; a block with a NaN or an
-// infinity is zeros with the scale NaN, so every product with it is NaN. Reference: reference_q8.cc. Tested by
+// infinity is zeros with the scale NaN, so every product with it is NaN. Reference: q8_reference.cc. Tested by
 // tests/kernels/test_q8.py. Matmuls: gemm_q8.h, decode.h.
 #pragma once
 #include "gemm/magnitude_bits.h"

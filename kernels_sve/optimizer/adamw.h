@@ -6,7 +6,7 @@
 //   param = param (1 - lr * weight_decay) - lr / (1 - beta1^step) * m / (sqrt(v) / sqrt(1 - beta2^step) + eps)
 // and, when asked for, a low-precision copy of param. All in FP32; m and v are stored in FP32 or BF16, the update uses them before
 // they are rounded: m to nearest even, v as adamw_rounding.h says.
-// Reference: reference_adamw.cc. Tested by tests/kernels/test_adamw.py.
+// Reference: adamw_reference.cc. Tested by tests/kernels/test_adamw.py.
 #pragma once
 #include "optimizer/adamw_rounding.h"
 #include "simd/simd.h"

@@ -3,7 +3,7 @@
 //   gelu_exact(x) = x Phi(x) = x sigma(x p(x^2)), Phi the normal distribution and p a polynomial: see EXACT_SHARE
 //   squared_relu(x) = max(x, 0)^2                                                          (So et al., 2021)
 // with sigma(v) = 1 / (1 + 2^(-v log2(e))). The derivative is part of the matmuls that it follows (gemm_epilogue.h).
-// Reference: reference_activation.cc. Tested by tests/kernels/test_activation.py.
+// Reference: activation_reference.cc. Tested by tests/kernels/test_activation.py.
 #pragma once
 #include "rowwise/rowwise_blocks.h"
 

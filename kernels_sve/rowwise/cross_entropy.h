@@ -5,7 +5,7 @@
 // row_max, sum_exp and target_logit are reduced between the ranks by the caller (max, sum, sum); a label of another rank
 // makes target_logit 0. cross_entropy_forward computes all three in one reading, for a vocabulary that is whole.
 // A row with a label below 0 is not counted: its logits are not read, its sums are 0, and so is its gradient.
-// Reference: reference_cross_entropy.cc. Tested by tests/kernels/test_cross_entropy.py.
+// Reference: cross_entropy_reference.cc. Tested by tests/kernels/test_cross_entropy.py.
 #pragma once
 #include "rowwise/rowwise_blocks.h"
 

@@ -1,5 +1,5 @@
 // The hooks of simd.h over whole tensors: elementary functions and conversion between float32, bfloat16 and float16.
-// Reference: reference_elementwise.cc. Tested by tests/kernels/test_elementwise.py.
+// Reference: elementwise_reference.cc. Tested by tests/kernels/test_elementwise.py.
 #pragma once
 #include "simd/simd.h"
 

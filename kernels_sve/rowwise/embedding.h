@@ -1,5 +1,5 @@
 // Word and position embedding: rows of a table by token, zeros for tokens of other ranks, and the gradients, which are
-// added to float32 tables. Reference: reference_embedding.cc. Tested by tests/kernels/test_embedding.py.
+// added to float32 tables. Reference: embedding_reference.cc. Tested by tests/kernels/test_embedding.py.
 #pragma once
 #include "rowwise/rowwise_blocks.h"
 

@@ -3,7 +3,7 @@
 //   silu(g) = g sigma(g),   gelu(g) = g sigma(2 u(g)) as in activation.h
 //   dgate = dy up share(g) (1 + growth(g) (1 - share(g))),   dup = dy f(g);   growth(g) is g for silu, 2 g u'(g) for gelu
 // SCALED: with a factor of each row, whose gradient is the sum over the row of dy f(g) up, from the same pass.
-// Reference: reference_gate.cc. Tested by tests/kernels/test_gate.py.
+// Reference: gate_reference.cc. Tested by tests/kernels/test_gate.py.
 #pragma once
 #include "rowwise/activation.h"
 

@@ -1,5 +1,5 @@
 // Reductions over flat tensors whose result has the same bits for any thread count: fixed chunks, summed in order
-// (parallel.h). Reference: reference_reduce.cc. Tested by tests/kernels/test_reduce.py.
+// (parallel.h). Reference: reduce_reference.cc. Tested by tests/kernels/test_reduce.py.
 #pragma once
 #include "simd/simd.h"
 

@@ -5,7 +5,7 @@
 // turned, values stay as they are. With a norm x becomes xhat w, xhat = x rstd, rstd = 1 / sqrt(mean(x^2) + eps). Backward:
 //   u = dy turned back,   dx = rstd (u w - xhat mean(u w xhat)),   dw += sum(u xhat)
 // A token stays in the first-level cache from its sums to its result. Storage float32, bfloat16 or float16, arithmetic float32.
-// Reference: reference_rotary.cc. Tested by tests/kernels/test_rotary.py.
+// Reference: rotary_reference.cc. Tested by tests/kernels/test_rotary.py.
 #pragma once
 #include "rowwise/rowwise_blocks.h"
 

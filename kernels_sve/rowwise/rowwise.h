@@ -4,7 +4,7 @@
 //   g = dy weight,  xhat = (x - mean) rstd
 //   dx = rstd (g - mean(g) - xhat mean(g xhat)),   dweight += sum(dy xhat),   dbias += sum(dy)
 // RMS norm leaves out mean, mean(g) and bias, so that rstd = 1 / sqrt(mean(x^2) + eps)     (Zhang and Sennrich, 2019)
-// Storage float32, bfloat16 or float16, arithmetic float32. Reference: reference_rowwise.cc. Tested by
+// Storage float32, bfloat16 or float16, arithmetic float32. Reference: rowwise_reference.cc. Tested by
 // tests/kernels/test_rowwise.py.
 #pragma once
 #include "rowwise/rowwise_blocks.h"

@@ -1,6 +1,6 @@
 // out = residual + dropout(x + bias) and its backward, by blocks of rows (Megatron's bias_dropout_add). The mask is
 // that of the dropout kernel for (s, b, h) with sample_dim 1 (philox.h); the random words of a block of rows are made
-// together. p = 0 makes none. Reference: reference_rowwise.cc. Tested by tests/kernels/test_rowwise.py.
+// together. p = 0 makes none. Reference: rowwise_reference.cc. Tested by tests/kernels/test_rowwise.py.
 #pragma once
 #include "simd/philox.h"
 #include "rowwise/rowwise_blocks.h"

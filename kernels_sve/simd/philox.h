@@ -1,6 +1,6 @@
 // Counter-based random numbers in vectors: Philox4x32-10, dropout and normal initialisation. The layout is in
 // philox_layout.h. Reusable: philox_keep_bits() gives the dropout mask of 64 columns, for kernels that recompute it in
-// tiles (attention). Reference: reference_philox.cc. Tested by tests/kernels/test_philox.py.
+// tiles (attention). Reference: philox_reference.cc. Tested by tests/kernels/test_philox.py.
 #pragma once
 #include "simd/philox_layout.h"
 #include "simd/simd.h"

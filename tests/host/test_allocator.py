@@ -103,7 +103,7 @@ def test_few_addresses_are_enough_to_go_on():
 
 LAYOUT = """
 #include <c10/core/Allocator.h>
-#include "bind/torch_allocator.h"
+#include "arena/torch_allocator.h"
 #define SAME(x) static_assert(x, "torch_allocator.h differs from torch's headers")
 using fm::torch_abi::DataPtr;
 struct Ours : fm::torch_abi::Allocator {

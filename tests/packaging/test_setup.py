@@ -78,9 +78,9 @@ def test_flags_of_a_target_stay_with_its_file(project, tmp_path):
 
 
 def test_every_source_is_compiled_and_the_bindings_at_once(project, tmp_path):
-    """A bind_*.cc that is left out is a family without Python functions; one with a job of its own is compiled twice."""
+    """A *_bind.cc that is left out is a family without Python functions; one with a job of its own is compiled twice."""
     jobs = project.Compiler(tmp_path).jobs()
-    (command,) = (command for command, source, _ in jobs if source.name.startswith("bind"))
+    (command,) = (command for command, source, _ in jobs if source.name == "module.cc")
     included = [ROOT / file for flag, file in zip(command, command[1:]) if flag == "-include"]
     alone = [source for _, source, _ in jobs if source.name != "target.cc"]
     assert sorted(included + alone + [project.SOURCES / "target.cc"]) == sorted(
