@@ -62,7 +62,7 @@ mkdir -p "$SAVE"
 # shellcheck disable=SC2086 # MORE holds several words: further flags of the report
 launch report bash -c "$(declare -f local_rank use_local run_rank); run_rank \"\$@\"" run_rank \
     -m fugaku_megatron report --output "$OUT/report.json" --save "$SAVE" ${MORE:-}
-echo "text and figures: $OUT/report.txt, report.json"''',
+echo "text, plots and figures: $OUT/report.txt, report.html, report.json"''',
 }
 CHECKED_KINDS = ("train", "resume")  # kinds that --check-layout goes with
 REPORT_FLAGS = "--recipe 124m --micro-batch-size 1 --train-iters 20 --eval-iters 0"

@@ -20,6 +20,7 @@ from . import communication, kernel_rates, layers, record, training
 from .context import SHRUNK, Context, Scale
 from .figures import text
 from .findings import findings
+from .page import page
 from .record import ALWAYS, NAMES, STARTED, Budget
 
 
@@ -46,7 +47,7 @@ def measure(world: Comm, args: argparse.Namespace) -> None:
     budget = Budget(args.minutes, spent=args.spent + time.monotonic() - STARTED)
     report = None
     if world.rank == 0:
-        report = record.Record(args.output, budget, text, args.with_names)
+        report = record.Record(args.output, budget, {".html": page, ".txt": text}, args.with_names)
         report.write()
         end_with_signal(report)
     context = make_context(world, args)
@@ -68,7 +69,7 @@ def measure(world: Comm, args: argparse.Namespace) -> None:
         report.end("finished", complete=True)
         shown = args.output.with_suffix(".txt")
         print(shown.read_text(encoding="utf-8"), end="")
-        print(f"wrote {args.output} and {shown}")
+        print(f"wrote {args.output}, {args.output.with_suffix('.html')} and {shown}")
 
 
 def make_context(world: Comm, args: argparse.Namespace) -> Context:

@@ -116,18 +116,18 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 class Record:
-    """A report file and its text. names: keep them"""
+    """A report file and its pages for readers. pages: suffix -> function of the report. names: keep them"""
 
     def __init__(
         self,
         path: Path,
         budget: Budget,
-        text: Callable[[JsonObject], str],
+        pages: Mapping[str, Callable[[JsonObject], str]],
         names: bool,
     ) -> None:
         self.path = path
         self.budget = budget
-        self._text = text
+        self._pages = pages
         self._private = {} if names else private_words()
         self._names = names
         self.data: JsonObject = {
@@ -149,7 +149,8 @@ class Record:
         if not self._names:
             data = without_names(data, self._private)
         write_atomically(self.path, json.dumps(data, indent=1) + "\n")
-        write_atomically(self.path.with_suffix(".txt"), self._text(data))
+        for suffix, page in self._pages.items():
+            write_atomically(self.path.with_suffix(suffix), page(data))
 
     def end(self, how: str, complete: bool) -> None:
         self.data |= {"ended": how, "complete": complete}

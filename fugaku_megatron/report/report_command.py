@@ -4,8 +4,8 @@
     mpiexec -n 8 fugaku-megatron report --output report.json       the ranks of a job, on one node or on several
     fugaku-megatron report --compare A.json B.json                 two reports next to each other, with ratios
 
-report.json (for --compare and for --machine of plan and predict) and report.txt have all figures. They are written after every
-section, marked partial until the last. Names of users, hosts and paths are left out unless --with-names is passed.
+report.json (for --compare and for --machine of plan and predict) and report.txt have all figures, report.html also plots. They are
+written after every section, marked partial until the last. Names of users, hosts and paths are left out unless --with-names is passed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("report.json"),
         metavar="FILE.json",
-        help="the report; its text is written next to it (default: report.json)",
+        help="the report; its text and its page with plots are written next to it (default: report.json)",
     )
     parser.add_argument(
         "--minutes", type=float, default=10.0, help="time that the run may take (default: 10)"
@@ -77,7 +77,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         f"--minutes is {args.minutes:g}: pass a number above 0, at most 1440",
     )
     check(args.output.suffix == ".json", f"--output {args.output}: pass a name that ends in .json")
-    for suffix in (".json", ".txt"):
+    for suffix in (".json", ".html", ".txt"):
         check_file("--output", args.output.with_suffix(suffix))
     check(
         args.save is None or args.save.is_dir() and os.access(args.save, os.W_OK),

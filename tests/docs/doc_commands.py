@@ -60,7 +60,7 @@ LEAVES = {
         "my_chats/tuned_hf/chat_template.jinja",
         "my_chats/tuned_hf/model.safetensors",
     ),
-    "docs/report.md": ("report.json", "report.txt", "report.sh", "report.sbatch"),
+    "docs/report.md": ("report.html", "report.json", "report.txt", "report.sh", "report.sbatch"),
     "docs/training.md": (
         "run_30b.sh",
         "my_model/loss_curve.png",

@@ -45,7 +45,9 @@ def test_files_are_whole_after_every_section_and_names_stay_on_request(tmp_path)
     path = tmp_path / "r.json"
     secret = f"{getpass.getuser()} at {platform.node()} in {os.getcwd()}"
     for names in (False, True):
-        one = record.Record(path, Budget(1.0), lambda data: f"complete: {data['complete']}", names)
+        one = record.Record(
+            path, Budget(1.0), {".txt": lambda data: f"complete: {data['complete']}"}, names
+        )
         one.data["sections"]["host"] = {"error": secret, "x": 1.23456789}
         one.write()
         data = json.loads(path.read_text())

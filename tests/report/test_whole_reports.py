@@ -22,7 +22,7 @@ pytestmark = pytest.mark.system
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-FILES = ("report.json", "report.txt")
+FILES = ("report.html", "report.json", "report.txt")
 
 
 def command(folder, *words, program=("-m", "fugaku_megatron")):
