@@ -83,7 +83,7 @@ def is_importing(frame: FrameType | None) -> bool:
     return sys.is_finalizing()
 
 
-class StopSignals(EarlyStop):
+class StopSignals:
     """A block in which the first signal only sets `stop_requested`, so that the trainer can save; a second ends the process.
 
     Ranks receive a signal at different times and must agree on when to stop. A signal received during the start
@@ -91,8 +91,8 @@ class StopSignals(EarlyStop):
     """
 
     def __init__(self, signals: Iterable[int] = STOP_SIGNALS) -> None:
-        super().__init__()
         self.signals = tuple(signals)
+        self.received: signal.Signals | None = None
         self._previous: dict[int, Handler] = {}
 
     @property
@@ -101,7 +101,9 @@ class StopSignals(EarlyStop):
 
     def __enter__(self: Signals) -> Signals:
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self) for number in self.signals}
+            self._previous = {
+                number: signal.signal(number, self._handle) for number in self.signals
+            }
             self.received = self.received or kept_stop(self._previous.values())
         return self
 
@@ -109,3 +111,9 @@ class StopSignals(EarlyStop):
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.stop_requested:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.received = signal.Signals(number)
