@@ -192,8 +192,7 @@ def test_a_trainer_is_observed_and_its_losses_stay():
         trainer = make_trainer(world, run)
         if observed:
             trainer = type(trainer)(
-                run,
-                trainer.layout,
+                trainer.plan,
                 world,
                 phases.groups(grid_groups(world, run)),
                 mock(run),
