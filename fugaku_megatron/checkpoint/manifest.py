@@ -316,9 +316,8 @@ def write_manifest(
         "state": description.state,
         **where,
     }
-    manifest = json.loads(
-        json.dumps(manifest)
-    )  # as a reader sees it: tuples are lists, keys are texts
+    # The checksum is a reader's: JSON makes lists of tuples, and text of keys.
+    manifest = json.loads(json.dumps(manifest))
     manifest[schema.CHECKSUM] = schema.checksum(manifest)
     write_text(path / MANIFEST, json.dumps(manifest, separators=(",", ":")))
     fsync(path)

@@ -1,6 +1,6 @@
 """Recipes: published models as runs without the parallel layout, from `recipes.json`.
 
-A row there has flags, and those of the row that it is `like`; `model`: the flags of a recipe's model alone. Rows with `about` are
+A row there has flags, and inherits the flags of its `like`; `model`: the flags of a recipe's model alone. Rows with `about` are
 recipes. 124M and 30B are runs of the benchmark tables. Recipes with a repository's name follow its config.json on huggingface.co. If
 no paper states batch size and learning rate, they are GPT-3's for that size (Brown et al. 2020, table 2.1).
 """
@@ -24,7 +24,7 @@ _ROWS: dict[str, JsonObject] = json.loads(_FILE.read_text(encoding="utf-8"))
 
 @dataclass(frozen=True)
 class Recipe:
-    """A published model; a call returns its run. about: the model, its source and that of its training"""
+    """A published model; a call returns its run. about: the model, its source and the source of its training"""
 
     name: str
     about: str

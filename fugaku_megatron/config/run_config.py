@@ -249,7 +249,7 @@ class RunConfig:
 
     @cached_property
     def cp_comm_types(self) -> tuple[str, ...]:
-        """How context-parallel ranks share keys and values, by layer."""
+        """Communication types of context parallelism, by layer."""
         model = self.model
         tp = self.tp
         cp = self.parallel.context_parallel_size

@@ -1,4 +1,4 @@
-"""What a run reads besides its flags: weights, documents in memory, and a tokenizer."""
+"""Sources of a run besides its flags: weights, documents in memory, and a tokenizer."""
 
 from __future__ import annotations
 
