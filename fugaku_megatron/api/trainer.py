@@ -129,7 +129,7 @@ class Trainer:
         find = partial(find_sources, world=self._world)
         plan, sources = resolve_start(plan, self._world, self._nodes, find)
         self._tokenizer = sources.tokenizer
-        self._assemble(plan, sources)
+        self._assemble(plan, replace(sources, arrays=self._arrays))
 
     # Building ---------------------------------------------------------------------------------------------------------------------
 
@@ -227,12 +227,7 @@ class Trainer:
         if "eval_interval" in self.config.given:
             self._evaluations = max(1, resumed.evaluations(self._end or 0))
         valid_samples = resumed.valid_samples(self._evaluations)
-        sources = replace(
-            sources,
-            tokenizer=self._tokenizer,
-            arrays=self._arrays,
-            samples=(train_samples, valid_samples),
-        )
+        sources = replace(sources, samples=(train_samples, valid_samples))
         assembly = assemble(
             resumed.lasting(NO_END), self._world, self._nodes, sources=sources, log=self._log
         )
@@ -500,6 +495,7 @@ class Trainer:
         plan, sources = find_in(
             self._plan, os.fspath(directory), self._world, ckpt_step, weights_only
         )
+        sources = replace(sources, tokenizer=self._tokenizer, arrays=self._arrays)
         resume = sources.resume
         trainer = self._trainer
         self._weightless = self._run.lora.on
@@ -510,7 +506,7 @@ class Trainer:
         trainer.plan = replace(trainer.plan, config=replace(trainer.run, output=plan.config.output))
         saved = resume.state.get("tokenizer")
         self._note(*tokenizer_notes(trainer.run, self._tokenizer, saved, self._world))
-        load_weights(trainer, replace(sources, tokenizer=self._tokenizer), self._log)
+        load_weights(trainer, sources, self._log)
         if resume.iteration is not None:
             trainer.order = resume.order
         self._begin(plan, sources)

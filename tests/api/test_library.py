@@ -216,6 +216,17 @@ def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(tmp_path, ma
         fm.Trainer(config.replace(num_layers=3), documents()).load(tmp_path / "saved")
 
 
+def test_a_loaded_run_without_a_length_reads_its_documents_again(tmp_path):
+    config = fm.Config(**FLAGS, lr_decay_style="constant")
+    trainer = fm.Trainer(config, documents())
+    list(trainer.steps(2))
+    trainer.save(tmp_path)
+    rest = [step.loss for step in trainer.steps(2)]
+    again = fm.Trainer(config, documents())
+    again.load(tmp_path)
+    assert [step.loss for step in again.steps(2)] == rest
+
+
 def test_a_checkpoint_brings_its_choice_of_kernels(tmp_path):
     config = fm.Config(**{**FLAGS, "kernels": "torch"}, train_iters=2)
     fm.Trainer(config, documents()).save(tmp_path)
