@@ -149,7 +149,7 @@ train: setup $(DEMO)/corpus_text_document.idx
 	$(BIN)/fugaku-megatron generate --load $(DEMO)/checkpoint --vocab-file $(DEMO)/vocab.json --merge-file $(DEMO)/merges.txt \
 	    --prompt "def __init__(self" --tokens 80
 
-CPP_SOURCES := $(wildcard kernels_sve/*.cc kernels_sve/*.h kernels_sve/*/*.cc kernels_sve/*/*.h tools/kernel_driver/*.cc tools/kernel_driver/*.h tests/arm/*.cc tests/arm/*.h tests/kernels/*.cc)
+CPP_SOURCES := fugaku_megatron/torch_backend/dispatch.cc $(wildcard kernels_sve/*.cc kernels_sve/*.h kernels_sve/*/*.cc kernels_sve/*/*.h tools/kernel_driver/*.cc tools/kernel_driver/*.h tests/arm/*.cc tests/arm/*.h tests/kernels/*.cc)
 
 lint: $(STAMPS)/test-packages
 	$(BIN)/ruff check .
