@@ -66,7 +66,7 @@ INSTALL := $(PIP) install --quiet
 
 # The compiler works while pip installs torch; only one pip at a time writes into .venv.
 setup:
-	@$(MAKE) --no-print-directory -j 2 $(STAMPS)/command
+	@$(MAKE) --no-print-directory -j 2 $(STAMPS)/torch-backend
 
 $(STAMPS)/venv:
 	$(PYTHON) -m venv $(VENV)
@@ -119,6 +119,12 @@ $(STAMPS)/command: $(STAMPS)/packages $(STAMPS)/mpi-$(MPI) $(STAMPS)/$(NATIVE_KE
 	@KERNEL_TARGETS=$(if $(filter kernels,$(NATIVE_KERNELS)),,native) $(INSTALL) --no-build-isolation --no-deps --editable .
 	@touch $@
 
+# The first import compiles it for the .venv's torch.
+DISPATCH := fugaku_megatron/torch_backend
+$(STAMPS)/torch-backend: $(STAMPS)/command $(DISPATCH)/dispatch.cc $(DISPATCH)/build.py
+	@$(BIN)/python -c "import fugaku_megatron.torch_backend"
+	@touch $@
+
 $(STAMPS)/test-packages: $(STAMPS)/packages requirements-test.txt
 	$(INSTALL) -r requirements-test.txt
 	@touch $@
@@ -149,7 +155,7 @@ train: setup $(DEMO)/corpus_text_document.idx
 	$(BIN)/fugaku-megatron generate --load $(DEMO)/checkpoint --vocab-file $(DEMO)/vocab.json --merge-file $(DEMO)/merges.txt \
 	    --prompt "def __init__(self" --tokens 80
 
-CPP_SOURCES := fugaku_megatron/torch_backend/dispatch.cc $(wildcard kernels_sve/*.cc kernels_sve/*.h kernels_sve/*/*.cc kernels_sve/*/*.h tools/kernel_driver/*.cc tools/kernel_driver/*.h tests/arm/*.cc tests/arm/*.h tests/kernels/*.cc)
+CPP_SOURCES := $(DISPATCH)/dispatch.cc $(wildcard kernels_sve/*.cc kernels_sve/*.h kernels_sve/*/*.cc kernels_sve/*/*.h tools/kernel_driver/*.cc tools/kernel_driver/*.h tests/arm/*.cc tests/arm/*.h tests/kernels/*.cc)
 
 lint: $(STAMPS)/test-packages
 	$(BIN)/ruff check .
@@ -258,7 +264,7 @@ rendered: setup
 	$(BIN)/python -m tools.megatron_flags --write
 
 clean:
-	rm -rf $(VENV) build dist site fugaku_megatron.egg-info fugaku_megatron/_kernels*.so
+	rm -rf $(VENV) build dist site fugaku_megatron.egg-info fugaku_megatron/_kernels*.so $(DISPATCH)/_dispatch*.so
 
 # ARM without an A64FX: an emulated one in .arm/ (tools/arm_env.py), on x86-64 Debian 12 with apt and root.
 .PHONY: arm-env arm-ext test-arm arm-codegen amx-codegen arm-driver driver

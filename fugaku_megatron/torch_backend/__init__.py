@@ -9,10 +9,11 @@ needs no change of the program.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from . import build, operators
+from . import build
 
 __all__ = ["enabled", "use"]
 
@@ -38,5 +39,17 @@ def enabled(on: bool = True, kernels: str = "auto") -> Iterator[None]:
         dispatch.use(before)
 
 
-operators.install(build.load())
-use("auto")
+def _install() -> None:
+    from . import operators  # loads the kernels
+
+    dispatch = build.load()
+    if operators.install(dispatch):
+        dispatch.use("auto")
+
+
+try:
+    _install()
+except (ImportError, ValueError) as error:
+    if sys.argv[:1] != ["-m"]:
+        raise
+    sys.exit(f"{__name__}: {error}")

@@ -37,7 +37,7 @@ Counts = tuple[str, int, int, float, float]
 class Dispatch(Protocol):
     """Functions of dispatch.cc."""
 
-    def install(self) -> None: ...
+    def install(self) -> bool: ...
     def set(self, name: str, serve: Callable[..., object], smallest: int) -> None: ...
     def exchange_smallest(self, name: str, smallest: int) -> int: ...
     def use(self, kernels: str) -> None: ...
@@ -145,7 +145,3 @@ def _compile(path: Path) -> None:
                 "name another C++20 compiler by CXX"
             ) from None
         os.replace(built, path)
-
-
-if __name__ == "__main__":
-    print(library())

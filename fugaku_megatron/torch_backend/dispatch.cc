@@ -46,6 +46,7 @@ struct Side {
   int64_t started = 0, timed = 0, total = 0, best = std::numeric_limits<int64_t>::max();
 
   bool tried() const { return started >= WARM_UP + TRIALS; }
+  double mean() const { return static_cast<double>(total) / static_cast<double>(timed); }
   // Nanoseconds of call number `number`.
   void add(int64_t number, int64_t passed) {
     if (number < WARM_UP) return;
@@ -330,13 +331,15 @@ class Silent : public c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
 
-// Registers every operator once in a process. The library is never destroyed: other threads may call it until the end.
-void install() {
-  if (!operators().empty()) return;
+// Registers every operator, once in a process: false the second time. The library is never destroyed: other threads may call it
+// until the end.
+bool install() {
+  if (!operators().empty()) return false;
   Silent silent;
   const c10::WarningUtils::WarningHandlerGuard guard(&silent);
   replace_all(
       *new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__));
+  return true;
 }
 
 Operator& operator_of(const std::string& name) {
@@ -372,23 +375,29 @@ int64_t exchange_smallest(const std::string& name, int64_t smallest) {
   return operator_of(name).smallest.exchange(smallest);
 }
 
-// Of each operator that was called: its name, calls, calls that we served, their seconds, and those that PyTorch would have taken:
-// of a shape that it never ran, nothing is known.
+// Nanoseconds that PyTorch's kernels would have taken longer than ours in the calls that we served, by the shapes that ran on both;
+// not a number if none did.
+double saved(const Operator& row) {
+  bool known = row.large.served == 0;
+  double sum = 0;
+  for (const auto& [key, shape] : row.shapes) {
+    if (!shape.ours.timed || !shape.torch.timed) continue;
+    known = true;
+    sum += static_cast<double>(shape.ours.started) * (shape.torch.mean() - shape.ours.mean());
+  }
+  return known ? sum : std::numeric_limits<double>::quiet_NaN();
+}
+
+// Of each operator that was called: its name, calls, calls that we served, their seconds, and those that PyTorch would have taken.
 py::list counts() {
   py::list rows;
   for (const auto& [name, row] : operators()) {
     std::lock_guard<std::mutex> locked(row->mutex);
     const int64_t calls = row->small.calls + row->large.calls;
+    const double ns = static_cast<double>(row->small.ns + row->large.ns);
     if (!calls) continue;
-    double torch_ns = static_cast<double>(row->small.ns);
-    for (const auto& [key, shape] : row->shapes) {
-      const double mean = shape.torch.timed
-                              ? static_cast<double>(shape.torch.total) / shape.torch.timed
-                              : std::numeric_limits<double>::quiet_NaN();
-      torch_ns += mean * static_cast<double>(shape.torch.started + shape.ours.started);
-    }
-    rows.append(py::make_tuple(name, calls, row->large.served,
-                               (row->small.ns + row->large.ns) * 1e-9, torch_ns * 1e-9));
+    rows.append(
+        py::make_tuple(name, calls, row->large.served, ns * 1e-9, (ns + saved(*row)) * 1e-9));
   }
   return rows;
 }

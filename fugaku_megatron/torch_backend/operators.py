@@ -38,11 +38,13 @@ OPERATORS = (
 )
 
 
-def install(dispatch: Dispatch) -> None:
-    """Register every operator."""
-    dispatch.install()
+def install(dispatch: Dispatch) -> bool:
+    """Register every operator; return False if a process imports the package for the second time."""
+    if not dispatch.install():
+        return False
     for row in OPERATORS:
         dispatch.set(row.name, row.serve, row.smallest)
+    return True
 
 
 @contextmanager

@@ -1,0 +1,100 @@
+"""Run an unchanged PyTorch program on the kernels:
+
+python -m fugaku_megatron.torch_backend [--report] [--kernels auto|native] train.py ARGS
+python -m fugaku_megatron.torch_backend [--report] [--kernels auto|native] -m module ARGS
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+
+from ..text.named_files import unreadable
+from ..text.numbers import say
+from . import build, use
+from .report import report
+
+_COMMAND = f"python -m {__package__}"
+_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the program that the command line names; exit as the program does."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    program = options.module or options.program
+    if not program:
+        parser.error("no program: pass the path of a script, or -m and a module")
+    if not options.module and os.path.isfile(program[0]) and (why := unreadable(program[0])):
+        parser.error(f"cannot read {program[0]}: {why}")
+    if not options.module and not os.path.exists(program[0]):
+        parser.error(f"no file {program[0]}: pass the path of a script, or -m and a module")
+    use(options.kernels)
+    if options.report:
+        build.load().count(True)
+        atexit.register(_print_report)
+    sys.argv[:] = program
+    _run(program[0], is_module=bool(options.module))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--report", action="store_true", help="print calls and times of each operator at exit"
+    )
+    parser.add_argument(
+        "--kernels",
+        choices=("auto", "native"),
+        default="auto",
+        help="auto: for each shape the faster of both; native: the same bits in every run",
+    )
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, help="module to run, and its arguments"
+    )
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="script, and its arguments")
+    return parser
+
+
+def _run(program: str, is_module: bool) -> None:
+    """Run the program as __main__; its error is shown as Python shows it."""
+    try:
+        if is_module:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = os.path.dirname(os.path.realpath(program))
+            runpy.run_path(program, run_name="__main__")
+    except Exception as error:
+        _show(error)
+        sys.exit(1)
+    except KeyboardInterrupt as error:
+        _show(error)
+        sys.exit(_INTERRUPTED)
+
+
+def _show(error: BaseException) -> None:
+    error.__traceback__ = _of_program(error.__traceback__)
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _of_program(traceback: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames that started the program."""
+    starters = (__file__, "<frozen runpy>", runpy.__file__)
+    while traceback and traceback.tb_frame.f_code.co_filename in starters:
+        traceback = traceback.tb_next
+    return traceback
+
+
+def _print_report() -> None:
+    for line in report(build.load().counts()):
+        say(line)
+
+
+if __name__ == "__main__":
+    main()
