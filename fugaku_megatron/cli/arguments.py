@@ -10,9 +10,8 @@ from __future__ import annotations
 import argparse
 import numbers
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,8 @@ from ..config.fields import (
     shortened,
 )
 from ..config.hybrid import HybridFields, hybrid_notes, with_layers
-from ..config.megatron_flags import OTHER_FLAGS
+from ..config.megatron_flags import OTHER_FLAGS, OtherFlag
 from ..config.model import ModelConfig
-from ..config.no_effect import no_effect_notes
 from ..config.parallel import MatrixRanks
 from ..config.pipeline_layout import PipelineLayoutFields, with_stages
 from ..config.recipes import RECIPES
@@ -45,45 +43,12 @@ from .yaml_flags import complete_from_yaml
 MODEL_FLAGS = "model.flags"  # file of a converted model: words of train's command line
 _OTHER = "other "  # prefix of parsed flags that are not fields of config
 
-# Other flags that fit some runs only: the condition, and the reason of a refusal.
-_GOES_WITH: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
-    "--no-position-embedding": (
-        lambda run: run.model.rotary,
-        "it goes with rope, as in Megatron-LM: pass "
-        "--position-embedding-type rope, or none for no positions at all",
-    ),
-    "--no-pipeline-parallel": (
-        lambda run: run.parallel.pipeline_model_parallel_size == 1,
-        "--pipeline-model-parallel-size is above 1: leave one of them out",
-    ),
-    **{
-        name: (
-            lambda run: run.model.num_experts is None,
-            "this variant of experts is not supported: leave it out",
-        )
-        for name in (
-            "--moe-input-jitter-eps",
-            "--moe-latent-size",
-            "--moe-apply-probs-on-input",
-            "--moe-router-force-load-balancing",
-            "--moe-router-force-biased",
-            "--moe-use-upcycling",
-            "--moe-router-quantile-balancing-ema",
-            "--moe-mlp-glu-interleave-size",
-            "--moe-shared-expert-glu-interleave-size",
-            "--moe-expert-rank-capacity-factor",
-            "--moe-enable-routing-replay",
-            "--moe-routing-trace-path",
-        )
-    },
-}
-
 # Group -> flags that `_spelled_out` replaces by fields.
 SPELLINGS = {
     "model": declarations(HybridFields),
     "parallel": declarations(PipelineLayoutFields),
 }
-_SPELLED = tuple(declared.name for spelling in SPELLINGS.values() for declared in spelling)
+_SPELLED = {declared.name for spelling in SPELLINGS.values() for declared in spelling}
 
 # Fields that --help lists last in their groups.
 _LAST = {f.name for config in (ExpertFields, MatrixRanks) for f in fields(config)}
@@ -178,7 +143,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         )
     if isinstance(parser, Parser):
         parser.mistakes_among = _mistakes
-        parser.completed = partial(complete_from_yaml, build_parser=build_parser)
+        parser.completed = _complete
+
+
+def _complete(namespace: argparse.Namespace) -> None:
+    if namespace.yaml_cfg is not None:
+        complete_from_yaml(namespace, build_parser())
 
 
 class _FullRecompute(argparse.Action):
@@ -262,16 +232,22 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 
 def run_flags(values: FieldValues) -> RunFlags:
-    others = [name.removeprefix(_OTHER) for name in values if name.startswith(_OTHER)]
-    notes = tuple(f"{name}: {OTHER_FLAGS[name].note}" for name in others)
-    notes = values.get("yaml_notes", ()) + notes
+    notes = tuple(f"{name}: {other.note}" for name, other, _ in _others(values))
     return RunFlags(
         recipe=values["recipe"],
         fields=_fields(values),
         dry_run=values["dry_run"],
         world_size=values["world_size"],
-        notes=notes,
+        notes=values.get("yaml_notes", ()) + notes,
     )
+
+
+def _others(values: Mapping[str, Any]) -> Iterator[tuple[str, OtherFlag, Any]]:
+    """Yield the name, the row and the value of each parsed flag that is not a field of `config`."""
+    for dest, value in values.items():
+        if dest.startswith(_OTHER):
+            name = dest.removeprefix(_OTHER)
+            yield name, OTHER_FLAGS[name], value
 
 
 def _fields(values: Mapping[str, Any]) -> FieldValues:
@@ -287,11 +263,7 @@ def _mistakes(values: Mapping[str, Any], others: bool) -> Iterator[str]:
     without them.
     """
     found = others
-    for dest, words in values.items():
-        if not dest.startswith(_OTHER):
-            continue
-        name = dest.removeprefix(_OTHER)
-        other = OTHER_FLAGS[name]
+    for name, other, words in _others(values):
         if other.refuses(words if isinstance(words, list) else (), values):
             found = True
             shown = f"{name} {' '.join(words)}" if other.accepted else name
@@ -329,12 +301,13 @@ def interpret(values: FieldValues, passed: Collection[str] | None = None) -> Arg
 
 
 def check_other_flags(values: FieldValues, run: RunConfig) -> None:
-    for name, (fits, reason) in _GOES_WITH.items():
-        check(_OTHER + name not in values or fits(run), f"{name}: {reason}")
+    for name, other, _ in _others(values):
+        if other.condition is not None:
+            check(other.condition.is_met(run), f"{name}: {other.condition.text}")
 
 
 def _spelled_out(values: FieldValues) -> FieldValues:
-    return with_stages(with_layers(values))
+    return values if _SPELLED.isdisjoint(values) else with_stages(with_layers(values))
 
 
 def checked_run(
@@ -350,7 +323,17 @@ def checked_run(
         f"--kv-channels is {run.model.kv_channels}, by default "
         f"hidden size / attention heads, and the C++ kernels take multiples of {HEAD_MULTIPLE}: pass one, or --kernels torch",
     )
-    notes = [*hybrid_notes(values, run.model), *no_effect_notes(run, values, passed)]
+    mentioned = values if passed is None else passed
+    notes = [
+        f"{flag(each.name)} has no effect without {need.text}"
+        for each in all_flags()
+        for need in each.needs
+        if each.name in values and each.name in mentioned and not need.is_met(run)
+    ]
+    if "hybrid_layer_pattern" in values:
+        notes = hybrid_notes(values, run.model) + notes
+    if values.get("lr_warmup_tokens") and values.get("lr_warmup_fraction"):
+        notes.append("--lr-warmup-fraction has no effect with --lr-warmup-tokens, which wins")
     if (stage := values.get("zero_stage") or 0) > 1:
         notes.append(
             f"--zero-stage {stage}: gradients and weights stay whole on every rank, as with 1: training is the same, and "

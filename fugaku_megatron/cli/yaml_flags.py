@@ -8,7 +8,7 @@ empty values are ignored.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..config.fields import FieldValues, Refused, check, flag, shortened
@@ -61,12 +61,9 @@ OFF = """init_method output_layer_init_method moe_token_dropping enable_autocast
 OWN = ("--help", "--recipe", "--dry-run", "--world-size", "--yaml-cfg")  # of a command line alone
 
 
-def complete_from_yaml(namespace: argparse.Namespace, build_parser: Callable[[], Parser]) -> None:
+def complete_from_yaml(namespace: argparse.Namespace, parser: Parser) -> None:
     """Replace the command line's run flags by values from the --yaml-cfg file, with a note on ignored flags."""
     values = vars(namespace)
-    if values["yaml_cfg"] is None:
-        return
-    parser = build_parser()
     names = {
         action.dest: action.option_strings[0]
         for action in parser._actions

@@ -147,14 +147,7 @@ def run_length(
 
 
 def samples_after(sizes: Sizes, iterations: int) -> int:
-    samples = 0
-    while iterations:
-        size = sizes(samples)
-        change = sizes.next_change(samples)
-        some = iterations if change is None else min(iterations, -(-(change - samples) // size))
-        samples += some * size
-        iterations -= some
-    return samples
+    return length(TrainingConfig(train_iters=iterations), sizes)[1]
 
 
 def last_samples(sizes: Sizes, iterations: int, count: int) -> int:

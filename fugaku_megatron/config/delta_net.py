@@ -6,6 +6,7 @@ Names and meaning follow Megatron-LM (megatron/core/transformer/transformer_conf
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 
 from .fields import BY_LAYER, SAME, WEIGHTS, Requirement, check, option, optional
@@ -15,6 +16,7 @@ from .layer_kinds import GATED_DELTA_NET, LAYERS, marked_layers
 VARIANTS = (GATED_DELTA_NET, "gdn")
 
 DELTA_NETS = Requirement("a gated delta net", lambda run: run.model.has_delta_nets)
+delta_field = partial(option, needs=DELTA_NETS, meaning=WEIGHTS, megatron=SAME)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,45 +38,30 @@ class DeltaNetFields:
         needs="experimental_attention_variant",
         megatron=BY_LAYER,
     )
-    linear_conv_kernel_dim: int = option(
+    linear_conv_kernel_dim: int = delta_field(
         4,
         "tokens of the convolution in front of a gated delta net: the token itself and those before it",
         maximum=64,
-        meaning=WEIGHTS,
-        needs=DELTA_NETS,
-        megatron=SAME,
     )
-    linear_key_head_dim: int = option(
+    linear_key_head_dim: int = delta_field(
         128,
         "size of a query or key head of a gated delta net",
         maximum=2**12,
-        meaning=WEIGHTS,
-        needs=DELTA_NETS,
-        megatron=SAME,
     )
-    linear_value_head_dim: int = option(
+    linear_value_head_dim: int = delta_field(
         128,
         "size of a value head of a gated delta net",
         maximum=2**12,
-        meaning=WEIGHTS,
-        needs=DELTA_NETS,
-        megatron=SAME,
     )
-    linear_num_key_heads: int = option(
+    linear_num_key_heads: int = delta_field(
         16,
         "query and key heads of a gated delta net",
         maximum=2**12,
-        meaning=WEIGHTS,
-        needs=DELTA_NETS,
-        megatron=SAME,
     )
-    linear_num_value_heads: int = option(
+    linear_num_value_heads: int = delta_field(
         32,
         "value heads of a gated delta net; must be a multiple of --linear-num-key-heads",
         maximum=2**12,
-        meaning=WEIGHTS,
-        needs=DELTA_NETS,
-        megatron=SAME,
     )
 
     @property
@@ -105,18 +92,11 @@ class DeltaNetFields:
         return self.delta_convolved + self.delta_values + 2 * self.linear_num_value_heads
 
     def _check_delta_net(self, layer_types: str | None) -> None:
-        if self.experimental_attention_variant is not None:
-            object.__setattr__(self, "experimental_attention_variant", GATED_DELTA_NET)
-            check(
-                (self.linear_attention_freq is None) != (layer_types is None),
-                f"--experimental-attention-variant {GATED_DELTA_NET} needs either --linear-attention-freq, the layers "
-                "with attention, or --layer-types: pass one of them",
-            )
-        keys = self.linear_num_key_heads
-        values = self.linear_num_value_heads
+        object.__setattr__(self, "experimental_attention_variant", GATED_DELTA_NET)
         check(
-            values % keys == 0,
-            f"--linear-num-value-heads {values} is not divisible by --linear-num-key-heads {keys}: change one of them",
+            (self.linear_attention_freq is None) != (layer_types is None),
+            f"--experimental-attention-variant {GATED_DELTA_NET} needs either --linear-attention-freq, the layers "
+            "with attention, or --layer-types: pass one of them",
         )
 
     def delta_layers(self, layers: int) -> tuple[bool, ...]:

@@ -6,7 +6,7 @@ Names and meaning follow Megatron-LM (megatron/core/transformer/transformer_conf
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 
 from .fields import (
     BY_LAYER,
@@ -18,7 +18,6 @@ from .fields import (
     check_positive,
     option,
     optional,
-    switch,
 )
 from .layer_kinds import LAYERS, marked_layers
 
@@ -31,6 +30,10 @@ BALANCES = (NO_BALANCE, AUX, SEQUENCE_AUX, SINKHORN)
 
 SOFTMAX = "softmax"
 SIGMOID = "sigmoid"
+
+# Fields without effect in a model without experts: part of the weights' meaning, or of the course of training.
+expert_field = partial(option, needs="num_experts", meaning=WEIGHTS, megatron=SAME)
+expert_course_field = partial(expert_field, meaning=COURSE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,77 +56,55 @@ class ExpertFields:
         needs="num_experts",
         megatron=BY_LAYER,
     )
-    moe_ffn_hidden_size: int | None = optional(
+    moe_ffn_hidden_size: int | None = expert_field(
+        None,
         "width of each expert (default: --ffn-hidden-size)",
         maximum=2**22,
-        meaning=WEIGHTS,
-        needs="num_experts",
-        megatron=SAME,
     )
-    moe_shared_expert_intermediate_size: int | None = optional(
+    moe_shared_expert_intermediate_size: int | None = expert_field(
+        None,
         "width of a shared expert, applied to every token (default: none)",
         maximum=2**22,
-        meaning=WEIGHTS,
-        needs="num_experts",
-        megatron=SAME,
     )
-    moe_shared_expert_gate: bool = switch(
+    moe_shared_expert_gate: bool = expert_field(
+        False,
         "multiply the shared expert's output by the sigmoid of a learned score per token, as in "
         "Qwen2-MoE",
-        meaning=WEIGHTS,
-        needs="num_experts",
-        megatron=SAME,
     )
-    moe_router_topk: int = option(
+    moe_router_topk: int = expert_field(
         2,
         "number of experts per token",
         maximum=2**12,
-        meaning=WEIGHTS,
-        needs="num_experts",
-        megatron=SAME,
     )
-    moe_router_score_function: str = option(
+    moe_router_score_function: str = expert_field(
         SOFTMAX,
         "function from the router's logits to scores",
         choices=(SOFTMAX, SIGMOID),
-        meaning=WEIGHTS,
-        needs="num_experts",
-        megatron=SAME,
     )
-    moe_router_pre_softmax: bool = switch(
+    moe_router_pre_softmax: bool = expert_field(
+        False,
         "softmax over all experts, without normalising the scores again over the chosen "
         "experts; otherwise softmax over the chosen experts",
-        meaning=WEIGHTS,
-        needs="num_experts",
-        megatron=SAME,
     )
-    moe_router_topk_scaling_factor: float | None = optional(
+    moe_router_topk_scaling_factor: float | None = expert_field(
+        None,
         "multiply the scores of the chosen experts by this",
         range=None,
-        meaning=WEIGHTS,
-        needs="num_experts",
-        megatron=SAME,
     )
-    moe_router_num_groups: int | None = optional(
+    moe_router_num_groups: int | None = expert_field(
+        None,
         "groups of experts; the experts of a token are in its best --moe-router-group-topk groups",
         maximum=2**12,
-        meaning=WEIGHTS,
-        needs="num_experts",
-        megatron=SAME,
     )
-    moe_router_group_topk: int | None = optional(
+    moe_router_group_topk: int | None = expert_field(
+        None,
         "groups per token, with --moe-router-num-groups",
         maximum=2**12,
-        meaning=WEIGHTS,
-        needs="num_experts",
-        megatron=SAME,
     )
-    moe_router_enable_expert_bias: bool = switch(
+    moe_router_enable_expert_bias: bool = expert_field(
+        False,
         "choose experts by score + bias, and after each iteration raise the bias of experts with fewer "
         "tokens than the mean: balance without a loss",
-        meaning=WEIGHTS,
-        needs="num_experts",
-        megatron=SAME,
     )
     moe_router_bias_update_rate: float = option(
         1e-3,
@@ -132,31 +113,24 @@ class ExpertFields:
         needs=("num_experts", "moe_router_enable_expert_bias"),
         megatron=SAME,
     )
-    moe_router_load_balancing_type: tuple[str, ...] = option(
+    moe_router_load_balancing_type: tuple[str, ...] = expert_course_field(
         (AUX,),
         "balancing losses per micro-batch: aux_loss, seq_aux_loss (per sequence) or none; "
         "or sinkhorn, without a loss: training chooses experts evenly",
-        meaning=COURSE,
-        needs="num_experts",
-        megatron=SAME,
     )
-    moe_aux_loss_coeff: tuple[float, ...] = option(
-        (0.0,), "factor of each balancing loss", meaning=COURSE, needs="num_experts", megatron=SAME
+    moe_aux_loss_coeff: tuple[float, ...] = expert_course_field(
+        (0.0,), "factor of each balancing loss"
     )
-    moe_z_loss_coeff: float | None = optional(
+    moe_z_loss_coeff: float | None = expert_course_field(
+        None,
         "add this x the mean of (log of the router's softmax denominator)^2 to the loss",
         range=NOT_NEGATIVE,
-        meaning=COURSE,
-        needs="num_experts",
-        megatron=SAME,
     )
-    moe_expert_capacity_factor: float | None = optional(
+    moe_expert_capacity_factor: float | None = expert_course_field(
+        None,
         "an expert processes at most this x the mean number of tokens per expert in a "
         "micro-batch and drops the rest (default: no limit)",
         range=None,
-        meaning=COURSE,
-        needs="num_experts",
-        megatron=SAME,
     )
     moe_token_drop_policy: str = option(
         "probs",

@@ -5,8 +5,8 @@ The planner tries the features, and the performance model counts their gain.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from ..pipeline import schedule_names
 from .run_config import GROUP_OF, RunConfig
@@ -28,79 +28,48 @@ ZERO_BUBBLE = "zero_bubble_schedule"
 EXPERT_GROUPS = "expert_groups"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Feature:
+class Feature(NamedTuple):
     """A row in FEATURES.
 
     field: config field that switches the feature; None: always on
-    value: value, or tuple of values, that switches it on
+    values: those that switch it on
     """
 
     field: str | None = None
-    value: Any = True
+    values: tuple[Any, ...] = (True,)
 
 
 FEATURES: dict[str, Feature] = {
     # Stages of equal cost, the logits counted.
-    BALANCED_SPLIT: Feature(
-        field="pipeline_split",
-        value="balanced",
-    ),
+    BALANCED_SPLIT: Feature("pipeline_split", ("balanced",)),
     # Optimizer state sharded over data-parallel ranks.
-    ZERO_1: Feature(
-        field="zero_stage",
-        value=1,
-    ),
+    ZERO_1: Feature("zero_stage", (1,)),
     # Attention alone is computed again.
-    SELECTIVE: Feature(
-        field="recompute_granularity",
-        value="selective",
-    ),
+    SELECTIVE: Feature("recompute_granularity", ("selective",)),
     # Some layers of a stage are computed again.
-    BLOCK: Feature(
-        field="recompute_method",
-        value="block",
-    ),
+    BLOCK: Feature("recompute_method", ("block",)),
     # Each stage and chunk recomputes as few layers as fit into memory.
-    RECOMPUTE_AUTO: Feature(
-        field="recompute_auto",
-    ),
+    RECOMPUTE_AUTO: Feature(RECOMPUTE_AUTO),
     # Buckets of gradients are reduced, overlapped with the last backward.
-    OVERLAP_GRAD_REDUCE: Feature(
-        field="overlap_grad_reduce",
-    ),
+    OVERLAP_GRAD_REDUCE: Feature(OVERLAP_GRAD_REDUCE),
     # ZeRO's weights are gathered, overlapped with the next forward.
-    OVERLAP_PARAM_GATHER: Feature(
-        field="overlap_param_gather",
-    ),
+    OVERLAP_PARAM_GATHER: Feature(OVERLAP_PARAM_GATHER),
     # Gradients are sent in BF16.
-    GRAD_REDUCE_IN_BF16: Feature(
-        field="grad_reduce_in_bf16",
-    ),
+    GRAD_REDUCE_IN_BF16: Feature(GRAD_REDUCE_IN_BF16),
     # Groups inside a node all-reduce in shared memory, on all cores.
     NODE_SUMS: Feature(),
     # Groups over several nodes reduce and exchange inside each node, then between nodes.
     TWO_LEVEL_SUMS: Feature(),
     # Norms, dropout and residuals on 1/TP of the sequence.
-    SEQUENCE_PARALLEL: Feature(
-        field="sequence_parallel",
-    ),
+    SEQUENCE_PARALLEL: Feature(SEQUENCE_PARALLEL),
     # Tensor-parallel collectives, overlapped with matmuls.
-    TP_COMM_OVERLAP: Feature(
-        field="tp_comm_overlap",
-    ),
+    TP_COMM_OVERLAP: Feature(TP_COMM_OVERLAP),
     # Rows of experts are sent between nodes in groups, overlapped with matmuls of others.
     EXPERT_GROUPS: Feature(),
     # Several chunks of layers on a stage.
-    INTERLEAVED: Feature(
-        field="pipeline_schedule",
-        value=schedule_names.of_feature(INTERLEAVED),
-    ),
+    INTERLEAVED: Feature("pipeline_schedule", schedule_names.of_feature(INTERLEAVED)),
     # Weight gradients fill the pipeline's bubble.
-    ZERO_BUBBLE: Feature(
-        field="pipeline_schedule",
-        value=schedule_names.of_feature(ZERO_BUBBLE),
-    ),
+    ZERO_BUBBLE: Feature("pipeline_schedule", schedule_names.of_feature(ZERO_BUBBLE)),
 }
 
 # Features with a flag without value; a feature that needs another one is listed before it.
@@ -116,17 +85,12 @@ SWITCHES = (
 
 def used(run: RunConfig) -> frozenset[str]:
     """Return the names of all features in a run, including features without a flag."""
-    names = []
-    for name, feature in FEATURES.items():
-        values = feature.value if isinstance(feature.value, tuple) else (feature.value,)
-        if feature.field is None:
-            names.append(name)
-        elif feature.field == "pipeline_schedule":
-            if run.parallel.schedule in values:
-                names.append(name)
-        elif run.values[feature.field] in values:
-            names.append(name)
-    return frozenset(names)
+    values = {**run.values, "pipeline_schedule": run.parallel.schedule}
+    return frozenset(
+        name
+        for name, feature in FEATURES.items()
+        if feature.field is None or values[feature.field] in feature.values
+    )
 
 
 def field_of(name: str) -> str:

@@ -9,10 +9,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .fields import flag
+from .fields import Requirement, flag
 
 TABLE = Path(__file__).with_name("megatron_flags.txt")
 SAVED = "saved"  # status of saved arguments that are not flags
+# Condition of a status -> the reason why other runs refuse the flag.
+CONDITIONS = {
+    "rotary": Requirement(
+        "it goes with rope, as in Megatron-LM: pass --position-embedding-type rope, or none for no positions at all",
+        lambda run: run.model.rotary,
+    ),
+    "one_stage": Requirement(
+        "--pipeline-model-parallel-size is above 1: leave one of them out",
+        lambda run: run.parallel.pipeline_model_parallel_size == 1,
+    ),
+    "no_experts": Requirement(
+        "this variant of experts is not supported: leave it out",
+        lambda run: run.model.num_experts is None,
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -24,6 +39,7 @@ class OtherFlag:
     changes_model: True if a checkpoint saved with the flag is another model than its weights
         suggest
     unless: field that has precedence over the flag; if it is set, the flag is accepted
+    condition: the runs that accept the flag, and the reason of the others
     """
 
     values: int | str
@@ -32,6 +48,7 @@ class OtherFlag:
     accepted: tuple[str, ...] = ()
     changes_model: bool = False
     unless: str = ""
+    condition: Requirement | None = None
 
     def refuses(self, given: Sequence[str], fields: Mapping[str, object] | None = None) -> bool:
         """Return True for a refused value. fields: others on the command line"""
@@ -79,9 +96,20 @@ def _rows() -> Iterator[tuple[str, OtherFlag]]:
                 values = "+" if value.endswith("...") else 1
                 if not value.startswith("X"):
                     accepted = tuple(value.removesuffix("...").split("|"))
-            kind, _, unless = status.partition(" unless ")
-            refused = kind in ("refused", "model")
-            yield name, OtherFlag(values, refused, meaning, accepted, kind == "model", unless)
+            kind, *exception = status.split()
+            named = dict([exception] if exception else [])
+            yield (
+                name,
+                OtherFlag(
+                    values,
+                    refused=kind in ("refused", "model"),
+                    meaning=meaning,
+                    accepted=accepted,
+                    changes_model=kind == "model",
+                    unless=named.get("unless", ""),
+                    condition=CONDITIONS.get(named.get("if", "")),
+                ),
+            )
 
 
 OTHER_FLAGS: dict[str, OtherFlag] = dict(_rows())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import repeat
 
 from .delta_net import DeltaNetFields
@@ -75,6 +75,11 @@ SCALING = "scaling of rope"  # topic of flags that exclude each other
 ROTARY = Requirement("--position-embedding-type rope or yarn", lambda run: run.model.rotary)
 GELU = Requirement("a GELU in the MLP", lambda run: ACTIVATIONS[run.model.activation].gelu)
 
+# Traits that many fields share: of the weights' meaning, and of yarn's angles.
+weight_field = partial(option, meaning=WEIGHTS, megatron=SAME)
+yarn_field = partial(option, needs="position_embedding_type=yarn", meaning=ANGLES, megatron=SAME)
+yarn_detail_field = partial(yarn_field, topic=YARN_DETAILS)
+
 
 @cached_hash
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +119,8 @@ class ModelConfig(ExpertFields, DeltaNetFields):
         drops=("kv_channels",),
         megatron=SAME,
     )
-    ffn_hidden_size: int = optional(
-        "width of the MLP (default: 4 x hidden size)", maximum=2**22, meaning=WEIGHTS, megatron=SAME
+    ffn_hidden_size: int = weight_field(
+        None, "width of the MLP (default: 4 x hidden size)", maximum=2**22
     )
     seq_length: int = required(
         "tokens per sample, s",
@@ -125,11 +130,10 @@ class ModelConfig(ExpertFields, DeltaNetFields):
         drops=("max_position_embeddings",),
         megatron=SAME,
     )
-    max_position_embeddings: int = optional(
+    max_position_embeddings: int = weight_field(
+        None,
         "rows of the position embedding (default: --seq-length)",
         maximum=2**22,
-        meaning=WEIGHTS,
-        megatron=SAME,
     )
     vocab_size: int | None = optional(
         "vocabulary before padding (default: the tokenizer's)",
@@ -160,11 +164,9 @@ class ModelConfig(ExpertFields, DeltaNetFields):
     init_method_std: float = option(
         0.02, "standard deviation of the initial weights", meaning=FREE, megatron=SAME
     )
-    normalization: str = option(
+    normalization: str = weight_field(
         "LayerNorm",
         "norms of the layers, and after the last layer; PlainLayerNorm has no weights",
-        meaning=WEIGHTS,
-        megatron=SAME,
     )
     norm_placement: str = option(
         "pre",
@@ -173,14 +175,14 @@ class ModelConfig(ExpertFields, DeltaNetFields):
         choices=tuple(NORM_PLACEMENTS),
         meaning=WEIGHTS,
     )
-    apply_layernorm_1p: bool = switch(
-        "norms multiply by 1 + their weight, which starts at 0", meaning=WEIGHTS, megatron=SAME
+    apply_layernorm_1p: bool = weight_field(
+        False, "norms multiply by 1 + their weight, which starts at 0"
     )
     disable_bias_linear: bool = switch(
         "no biases in the linear layers of the blocks", meaning=WEIGHTS, megatron=OWN_FORM
     )
-    layernorm_epsilon: float = option(
-        1e-5, "epsilon of the norms", aliases=("--norm-epsilon",), meaning=WEIGHTS, megatron=SAME
+    layernorm_epsilon: float = weight_field(
+        1e-5, "epsilon of the norms", aliases=("--norm-epsilon",)
     )
     hidden_dropout: float = option(
         0.1,
@@ -192,10 +194,9 @@ class ModelConfig(ExpertFields, DeltaNetFields):
     attention_dropout: float = option(
         0.1, "dropout on attention probabilities", range=FRACTION, meaning=COURSE, megatron=SAME
     )
-    swiglu: bool = switch(
+    swiglu: bool = weight_field(
+        False,
         "the MLP is W2 (silu(Wg x) * (Wv x)); --ffn-hidden-size is then 8/3 x hidden size by default",
-        meaning=WEIGHTS,
-        megatron=SAME,
     )
     geglu: bool = switch(
         "the MLP is W2 (gelu(Wg x) * (Wv x)) with the tanh form of the GELU; its default width is as with "
@@ -220,24 +221,20 @@ class ModelConfig(ExpertFields, DeltaNetFields):
         "the MLP is W2 xielu(W1 x), with two scalars that each layer trains, as in Apertus",
         meaning=WEIGHTS,
     )
-    squared_relu: bool = switch(
-        "the MLP is W2 relu(W1 x)^2, instead of the GELU", meaning=WEIGHTS, megatron=SAME
-    )
+    squared_relu: bool = weight_field(False, "the MLP is W2 relu(W1 x)^2, instead of the GELU")
     activation_func: str | None = optional(
         "the MLP's activation, by the name of a row that a program has added to ACTIVATIONS "
         "(docs/extending.md)",
         meaning=WEIGHTS,
     )
-    bias_gelu_fusion: bool = option(
+    bias_gelu_fusion: bool = weight_field(
         True,
         "the MLP's GELU is its tanh form, which Megatron-LM's fused kernel computes; without this flag, "
         "or with --disable-bias-linear, it is the exact GELU, as in Megatron-LM",
-        meaning=WEIGHTS,
         needs=GELU,
-        megatron=SAME,
     )
-    openai_gelu: bool = switch(
-        "the MLP's GELU is its tanh form in any case", meaning=WEIGHTS, needs=GELU, megatron=SAME
+    openai_gelu: bool = weight_field(
+        False, "the MLP's GELU is its tanh form in any case", needs=GELU
     )
     use_z_loss: bool = switch(
         "add --z-loss-strength x (log of the softmax's denominator)^2 to each token's training loss",
@@ -252,42 +249,35 @@ class ModelConfig(ExpertFields, DeltaNetFields):
         needs="use_z_loss",
         megatron=SAME,
     )
-    group_query_attention: bool = switch(
-        "groups of heads share a key and a value", meaning=WEIGHTS, megatron=SAME
-    )
-    num_query_groups: int | None = optional(
+    group_query_attention: bool = weight_field(False, "groups of heads share a key and a value")
+    num_query_groups: int | None = weight_field(
+        None,
         "groups g of heads, for --group-query-attention (default: 1)",
         maximum=2**16,
-        meaning=WEIGHTS,
         needs="group_query_attention",
-        megatron=SAME,
     )
-    kv_channels: int = optional(
+    kv_channels: int = weight_field(
+        None,
         "size d of a head (default: hidden size / attention heads)",
         maximum=2**16,
-        meaning=WEIGHTS,
-        megatron=SAME,
     )
-    add_qkv_bias: bool = switch(
+    add_qkv_bias: bool = weight_field(
+        False,
         "biases of queries, keys and values, also with --disable-bias-linear",
-        meaning=WEIGHTS,
-        megatron=SAME,
     )
-    qk_layernorm: bool = switch(
+    qk_layernorm: bool = weight_field(
+        False,
         "normalise each query and each key over its head's d elements",
-        meaning=WEIGHTS,
-        megatron=SAME,
     )
     qk_layernorm_all_heads: bool = switch(
         "the norms of --qk-layernorm are over the elements of all heads, with one weight per "
         "element, as in OLMoE",
         meaning=WEIGHTS,
     )
-    attention_output_gate: bool = switch(
+    attention_output_gate: bool = weight_field(
+        False,
         "multiply attention's output by the sigmoid of gates that the query projection computes, as "
         "in Qwen3-Next",
-        meaning=WEIGHTS,
-        megatron=SAME,
     )
     position_embedding_type: str = option(
         LEARNED,
@@ -306,18 +296,15 @@ class ModelConfig(ExpertFields, DeltaNetFields):
         needs=ROTARY,
         megatron=SAME,
     )
-    rotary_percent: float = option(
+    rotary_percent: float = weight_field(
         1.0,
         "share of a head's elements that rope rotates, the first ones",
-        meaning=WEIGHTS,
         needs="position_embedding_type=rope",
-        megatron=SAME,
     )
-    rotary_interleaved: bool = switch(
+    rotary_interleaved: bool = weight_field(
+        False,
         "rope rotates pairs of neighbouring elements, instead of elements half the rotated size apart",
-        meaning=WEIGHTS,
         needs="position_embedding_type=rope",
-        megatron=SAME,
     )
     rotary_seq_len_interpolation_factor: float | None = optional(
         "divide rope's positions by this (linear scaling)",
@@ -326,63 +313,37 @@ class ModelConfig(ExpertFields, DeltaNetFields):
         needs="position_embedding_type=rope",
         megatron=SAME,
     )
-    rotary_scaling_factor: float = option(
+    rotary_scaling_factor: float = yarn_field(
         1.0,
         "factor by which yarn lengthens long wavelengths",
-        meaning=ANGLES,
-        needs="position_embedding_type=yarn",
-        megatron=SAME,
     )
-    yarn_original_max_position_embeddings: int = option(
+    yarn_original_max_position_embeddings: int = yarn_field(
         4096,
         "sequence length of the model before yarn",
         maximum=2**22,
-        meaning=ANGLES,
-        needs="position_embedding_type=yarn",
-        megatron=SAME,
     )
-    yarn_beta_fast: float = option(
+    yarn_beta_fast: float = yarn_detail_field(
         32.0,
         "wavelengths with at least this many rotations in the original length are unchanged",
-        topic=YARN_DETAILS,
-        meaning=ANGLES,
-        needs="position_embedding_type=yarn",
-        megatron=SAME,
     )
-    yarn_beta_slow: float = option(
+    yarn_beta_slow: float = yarn_detail_field(
         1.0,
         "wavelengths with at most this many rotations in the original length are lengthened by the whole factor",
-        topic=YARN_DETAILS,
-        meaning=ANGLES,
-        needs="position_embedding_type=yarn",
-        megatron=SAME,
     )
-    yarn_correction_range_round_to_int: bool = option(
+    yarn_correction_range_round_to_int: bool = yarn_detail_field(
         True,
         "round the indices of these two wavelengths outwards",
-        topic=YARN_DETAILS,
-        meaning=ANGLES,
-        needs="position_embedding_type=yarn",
-        megatron=SAME,
     )
-    mscale: float = option(
+    mscale: float = yarn_detail_field(
         1.0,
         "yarn multiplies queries and keys by (0.1 x this x ln(factor) + 1) / "
         "(0.1 x --mscale-all-dim x ln(factor) + 1)",
         range=None,
-        topic=YARN_DETAILS,
-        meaning=ANGLES,
-        needs="position_embedding_type=yarn",
-        megatron=SAME,
     )
-    mscale_all_dim: float = option(
+    mscale_all_dim: float = yarn_detail_field(
         0.0,
         "see --mscale",
         range=None,
-        topic=YARN_DETAILS,
-        meaning=ANGLES,
-        needs="position_embedding_type=yarn",
-        megatron=SAME,
     )
     use_rope_scaling: bool = switch(
         "lengthen rope's long wavelengths as Llama 3.1 does, for longer sequences",
@@ -423,10 +384,9 @@ class ModelConfig(ExpertFields, DeltaNetFields):
         meaning=ANGLES,
         needs="position_embedding_type=rope",
     )
-    untie_embeddings_and_output_weights: bool = switch(
+    untie_embeddings_and_output_weights: bool = weight_field(
+        False,
         "the logits have their own weight instead of the word embedding's",
-        meaning=WEIGHTS,
-        megatron=SAME,
     )
     window_size: str | None = optional(
         "LEFT,0: a token attends to itself and LEFT tokens before it (Mistral's window - 1), not to all",
@@ -510,7 +470,8 @@ class ModelConfig(ExpertFields, DeltaNetFields):
         self._check_rotary()
         self._check_block()
         self._check_experts(self.num_layers, not self.disable_bias_linear)
-        self._check_delta_net(self.layer_types)
+        if self.experimental_attention_variant is not None:
+            self._check_delta_net(self.layer_types)
         self._check_layers()
 
     def _derive(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from .decay_shapes import LEARNING_RATE, SHAPES, WEIGHT_DECAY, WSD
 from .fields import (
@@ -55,6 +55,7 @@ OPTIMIZERS = {"adam": OptimizerPart(), "muon": _MUON, "dist_muon": _MUON}
 MUON_COEFFICIENTS = {"quintic": 5, "simple": 1}
 
 MUON = Requirement("--optimizer muon", lambda run: run.optimizer.muon)
+muon_field = partial(option, needs=MUON, meaning=COURSE)
 
 
 @cached_hash
@@ -69,52 +70,39 @@ class OptimizerConfig:
         choices=RowNames(OPTIMIZERS),
         meaning=COURSE,
     )
-    muon_momentum: float = option(
-        0.9, "decay of Muon's momentum", range=FRACTION, meaning=COURSE, needs=MUON
+    muon_momentum: float = muon_field(0.9, "decay of Muon's momentum", range=FRACTION)
+    muon_nesterov: bool = muon_field(
+        False, "Nesterov momentum for Muon", aliases=("--muon-use-nesterov",)
     )
-    muon_nesterov: bool = switch(
-        "Nesterov momentum for Muon", aliases=("--muon-use-nesterov",), meaning=COURSE, needs=MUON
-    )
-    muon_no_split_qkv: bool = switch(
+    muon_no_split_qkv: bool = muon_field(
+        False,
         "treat a layer's queries, keys and values as one matrix for Muon",
-        meaning=COURSE,
-        needs=MUON,
     )
-    muon_scale_mode: str = option(
+    muon_scale_mode: str = muon_field(
         "spectral",
         "factor of Muon's orthogonal update: spectral, the root of the longer side; "
         "unit_rms_norm, the root of rows / columns; shape_scaling, the same, but at least 1",
         choices=("spectral", "unit_rms_norm", "shape_scaling"),
-        meaning=COURSE,
-        needs=MUON,
     )
-    muon_extra_scale_factor: float = option(
+    muon_extra_scale_factor: float = muon_field(
         1.0,
         "additional factor; 0.2 with spectral makes updates as large as AdamW's",
-        meaning=COURSE,
-        needs=MUON,
     )
-    muon_coefficient_type: str = option(
+    muon_coefficient_type: str = muon_field(
         "quintic",
         "coefficients of the Newton-Schulz iteration",
         choices=tuple(MUON_COEFFICIENTS),
-        meaning=COURSE,
-        needs=MUON,
     )
-    muon_num_ns_steps: int = option(
+    muon_num_ns_steps: int = muon_field(
         5,
         "steps of the Newton-Schulz iteration; with quintic at most 5, or a multiple of 5, because "
         "its coefficients repeat after five steps",
-        meaning=COURSE,
-        needs=MUON,
     )
-    muon_tp_mode: str = option(
+    muon_tp_mode: str = muon_field(
         "duplicated",
         "duplicated: whole matrices, gathered from tensor-parallel ranks, so that the update "
         "does not depend on the layout; blockwise: each rank's shard is a matrix, Megatron-LM's default",
         choices=("duplicated", "blockwise"),
-        meaning=COURSE,
-        needs=MUON,
     )
     lr: float = option(1e-4, "peak learning rate", meaning=COURSE, drops=("min_lr",))
     min_lr: float = option(
@@ -350,17 +338,16 @@ class OptimizerConfig:
                 f"{flag(name)} {value} needs "
                 "--use-precision-aware-optimizer, as in Megatron-LM: pass it, or fp32",
             )
+            check(
+                value == "fp32" or OPTIMIZERS[self.optimizer].elements is None,
+                f"{flag(name)} {value} is supported with AdamW, not with --optimizer "
+                f"{self.optimizer}: pass fp32",
+            )
         check(
             (self.exp_avg_dtype == "int8") == (self.exp_avg_sq_dtype == "int8"),
             f"--exp-avg-dtype {self.exp_avg_dtype} and "
             f"--exp-avg-sq-dtype {self.exp_avg_sq_dtype}: int8 is supported for both moments together only: pass it twice",
         )
-        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-            check(
-                getattr(self, name) == "fp32" or OPTIMIZERS[self.optimizer].elements is None,
-                f"{flag(name)} {getattr(self, name)} is supported with AdamW, not with --optimizer "
-                f"{self.optimizer}: pass fp32",
-            )
         check(
             self.exp_avg_dtype != "int8" or not self.muon,
             f"--exp-avg-dtype int8 is supported with AdamW, not with --optimizer "

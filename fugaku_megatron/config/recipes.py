@@ -17,7 +17,6 @@ from .model import ModelConfig
 from .run_config import RunConfig, run_of
 
 GPT2_VOCABULARY = 50257
-TENTH = "lr / 10"  # value of min_lr
 _FILE = Path(__file__).with_name("recipes.json")
 _ROWS: dict[str, JsonObject] = json.loads(_FILE.read_text(encoding="utf-8"))
 
@@ -30,10 +29,7 @@ class Recipe:
     about: str
 
     def __call__(self) -> RunConfig:
-        values = _flags(self.name)
-        if values.get("min_lr") == TENTH:
-            values["min_lr"] = values["lr"] / 10
-        return run_of(values)
+        return run_of(_flags(self.name))
 
 
 def _flags(name: str) -> FieldValues:

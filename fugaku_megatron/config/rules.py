@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from .fields import flag, shortened
 from .rows import ACTIVATIONS
 
-
-@dataclass(frozen=True)
-class Rule:
-    """A rule between fields. mistake: config -> message, or None if the rule holds."""
-
-    names: tuple[str, ...]
-    mistake: Callable[[Any], str | None]
+Rule = Callable[[Any], str | None]  # config -> message, or None if the rule holds
 
 
 def needs(name: str, other: str, end: str = ": pass both", with_value: bool = False) -> Rule:
@@ -26,7 +19,7 @@ def needs(name: str, other: str, end: str = ": pass both", with_value: bool = Fa
         given = f"{flag(name)} {value}" if with_value else flag(name)
         return f"{given} needs {flag(other)}{end}"
 
-    return Rule((name, other), mistake)
+    return mistake
 
 
 def one_of(*names: str, unless: str = "") -> Rule:
@@ -38,7 +31,7 @@ def one_of(*names: str, unless: str = "") -> Rule:
             return None
         return f"{' and '.join(given)} exclude each other: pass one"
 
-    return Rule(names, mistake)
+    return mistake
 
 
 def both_or_neither(name: str, other: str) -> Rule:
@@ -49,7 +42,7 @@ def both_or_neither(name: str, other: str) -> Rule:
             return None
         return f"{flag(name)} is {value} and {flag(other)} is {other_value}: pass both or neither"
 
-    return Rule((name, other), mistake)
+    return mistake
 
 
 def at_most(name: str, limit: str) -> Rule:
@@ -82,7 +75,7 @@ def _compared(
             return None
         return f"{flag(name)} {value} is {relation} {flag(other)} {bound}: {remedy}"
 
-    return Rule((name, other), mistake)
+    return mistake
 
 
 # A group of RunConfig -> its rules. They are checked after the range of each field.
@@ -108,6 +101,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         divisible("num_experts", "moe_router_num_groups", "change one"),
         at_most("moe_router_group_topk", "moe_router_num_groups"),
         divisible("moe_router_topk", "moe_router_group_topk", "change one"),
+        divisible("linear_num_value_heads", "linear_num_key_heads", "change one of them"),
     ),
     "parallel": (
         one_of("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
@@ -155,5 +149,5 @@ RULES: dict[str, tuple[Rule, ...]] = {
 def check_rules(config: Any, group: str) -> None:
     """Raise ValueError for the group's first broken rule."""
     for rule in RULES[group]:
-        if mistake := rule.mistake(config):
+        if mistake := rule(config):
             raise ValueError(shortened(mistake))

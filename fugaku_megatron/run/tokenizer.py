@@ -39,9 +39,8 @@ def read_tokenizer(run: RunConfig, world: Comm) -> JsonObject | None:
     """
 
     def read() -> JsonObject | None:
-        flags = TokenizerFlags.of(run.data, run.model.vocab_size)
         needed = run.model.vocab_size is None or bool(run.data.marks_documents)
-        if flags.named or (needed and not run.data.mock_data):
+        if run.data.has_tokenizer or (needed and not run.data.mock_data):
             found = find_tokenizer(run)
             return identity(found.build()) if found else None
         return None

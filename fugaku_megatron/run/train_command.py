@@ -73,7 +73,8 @@ def main(args: argparse.Namespace) -> int:
         f"--sys-root {args.sys_root} needs --dry-run: pass both; a real run prints "
         "the mapping of its own nodes",
     )
-    check_picture(args.png)
+    if args.png is not None:
+        check_picture(args.png)
     check(
         not (args.check_layout and arguments.dry_run),
         "--check-layout runs the layout, and --dry-run runs nothing: pass one of them",

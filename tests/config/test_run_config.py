@@ -9,7 +9,6 @@ from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.config.architecture import ARCHITECTURE, architecture, with_block
 from fugaku_megatron.config.fields import declarations
 from fugaku_megatron.config.precision import PrecisionConfig
-from fugaku_megatron.config.rules import RULES
 from fugaku_megatron.config.run_config import (
     GROUPS,
     ModelConfig,
@@ -139,11 +138,3 @@ def test_the_hash_is_computed_once_and_not_sent_to_other_processes():
     assert hash(changed) != hash(run) and changed.batch._hash == hash(changed.batch)
     sent = pickle.loads(pickle.dumps(run))
     assert sent == run and "_hash" not in vars(sent) and "_hash" not in vars(sent.model)
-
-
-def test_rules_name_fields_of_their_group():
-    """Compare the names in every row with the fields of its group."""
-    for group, rules in RULES.items():
-        known = {field.name for field in fields(GROUPS[group])}
-        for rule in rules:
-            assert known.issuperset(rule.names), (group, rule.names)

@@ -59,7 +59,8 @@ class WandbRun(Writer):
         import wandb  # takes seconds
 
         self._run: Any = None
-        mode = os.environ.get("WANDB_MODE") or ("online" if _reachable() else "offline")
+        # wandb checks WANDB_MODE
+        mode: Any = os.environ.get("WANDB_MODE") or ("online" if _reachable() else "offline")
         if mode == "offline":
             say(
                 "note: --wandb-project: offline, because the server is not reachable or WANDB_MODE says so: send the files later "
@@ -74,7 +75,7 @@ class WandbRun(Writer):
                 entity=entity,
                 dir=directory,
                 config=config,
-                mode=mode,  # type: ignore[arg-type]  # wandb checks WANDB_MODE
+                mode=mode,
             )
         except Exception as error:  # wandb's own errors have no common class
             reason = [*str(error).splitlines(), type(error).__name__][0]
