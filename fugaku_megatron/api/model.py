@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 import torch
@@ -46,19 +45,12 @@ class TokenizerFiles(TypedDict, total=False):
     tokenizer_model: StrPath | None
 
 
-def _tokenizer_flags(
-    tokenizer_type: str | None = None,
-    vocab_file: StrPath | None = None,
-    merge_file: StrPath | None = None,
-    tokenizer_model: StrPath | None = None,
-) -> TokenizerFlags:
-    if tokenizer_type is None and tokenizer_model is not None:
-        tokenizer_type = (
-            "HuggingFaceTokenizer" if Path(tokenizer_model).is_dir() else "SentencePieceTokenizer"
-        )
-    files = {"vocab_file": vocab_file, "merge_file": merge_file, "tokenizer_model": tokenizer_model}
+def _tokenizer_flags(files: Mapping[str, Any]) -> TokenizerFlags:
     given = {name: os.fspath(value) for name, value in files.items() if value is not None}
-    return TokenizerFlags.of(SimpleNamespace(tokenizer_type=tokenizer_type, **given))
+    if "tokenizer_type" not in given and "tokenizer_model" in given:
+        is_folder = Path(given["tokenizer_model"]).is_dir()
+        given["tokenizer_type"] = "HuggingFaceTokenizer" if is_folder else "SentencePieceTokenizer"
+    return TokenizerFlags(**given)
 
 
 def load(
@@ -87,7 +79,7 @@ def load(
         dtype is None or dtype in WEIGHTS_FORMATS,
         f"dtype is {dtype!r:.40}: pass {' or '.join(WEIGHTS_FORMATS)}",
     )
-    flags = _tokenizer_flags(**tokenizer)
+    flags = _tokenizer_flags(tokenizer)
     base = None if pretrained_checkpoint is None else os.fspath(pretrained_checkpoint)
     weights = open_weights(os.fspath(path), ckpt_step, vocab_size, base)
     model = Model(weights, dtype, flags, os.fspath(path))

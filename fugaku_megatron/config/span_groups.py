@@ -4,33 +4,21 @@ from __future__ import annotations
 
 from .fields import check
 
-JOB = "job"
-CHECKPOINT = "checkpoint"
-EVALUATE = "evaluate"
-MODEL_INIT = "model_init"
-LOAD_CHECKPOINT = "load_checkpoint"
-STEP = "step"
-FORWARD_BACKWARD = "forward_backward"
-OPTIMIZER = "optimizer"
-MICROBATCH = "microbatch"
-COMMUNICATION = "communication"
-DATA_LOADING = "data_loading"
-FIRST_ITERATION = "first_iteration"
 # Megatron-LM's groups whose spans a run here does not have.
 EMPTY = ("layer", "activation_offload", "trace_region", "inference")
 
-_DEFAULT = (JOB, CHECKPOINT, EVALUATE, FIRST_ITERATION)
+_DEFAULT = ("job", "checkpoint", "evaluate", "first_iteration")
 _PER_STEP = (
     *_DEFAULT,
-    MODEL_INIT,
-    LOAD_CHECKPOINT,
-    STEP,
-    FORWARD_BACKWARD,
-    OPTIMIZER,
-    COMMUNICATION,
-    DATA_LOADING,
+    "model_init",
+    "load_checkpoint",
+    "step",
+    "forward_backward",
+    "optimizer",
+    "communication",
+    "data_loading",
 )
-_ALL = (*_PER_STEP, MICROBATCH, *EMPTY)
+_ALL = (*_PER_STEP, "microbatch", *EMPTY)
 PRESETS = {"default": _DEFAULT, "per_step": _PER_STEP, "profiling": _ALL, "all": _ALL}
 
 

@@ -115,10 +115,11 @@ def _add_check_layout(group: argparse._ActionsContainer) -> None:
     )
 
 
-def job_from_words(words: Sequence[str]) -> jobs.Job:
+def job_from_words(words: Sequence[str], given: argparse.Namespace | None = None) -> jobs.Job:
+    """Plan the job of a command line. given: values of other flags"""
     parser = Parser()
     add_plan_arguments(parser)
-    return job_from(parser.parse_args(words))
+    return job_from(parser.parse_args(words, given))
 
 
 def job_from(args: argparse.Namespace) -> jobs.Job:
@@ -249,23 +250,17 @@ def _output(
 def report_job(args: argparse.Namespace) -> jobs.Job:
     """Return the Fugaku job that measures its nodes with one rank per CMG."""
     ranks = args.ranks_per_node or max(limits.RANKS_PER_NODE)
-    given = {
-        "--nodes": args.nodes,
-        "--ranks-per-node": ranks,
-        "--kind": "report",
-        "--name": args.name or "report",
-        "--elapse": args.elapse or render.REPORT_TIME,
-        "--global-batch-size": args.nodes * ranks,
-        "--mode": args.mode,
-        "--group": args.group,
-        "--volumes": args.volumes,
-        "--resource-group": args.resource_group,
-    }
-    words = render.REPORT_FLAGS.split()
-    for name, value in given.items():
-        if value:
-            words += [name, str(value)]
-    return job_from_words(words)
+    own = {name: getattr(args, name) for name in ("nodes", "mode", "group", "volumes")}
+    given = argparse.Namespace(
+        **own,
+        resource_group=args.resource_group,
+        ranks_per_node=ranks,
+        kind="report",
+        name=args.name or "report",
+        elapse=args.elapse or render.REPORT_TIME,
+        global_batch_size=args.nodes * ranks,
+    )
+    return job_from_words(render.REPORT_FLAGS.split(), given)
 
 
 def add_file_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from ..cli.arguments import parse
 from ..config.fields import check
-from ..config.layout import Layout
 from ..costs.plan import Plan
 from ..layout_check.shrink import fewest_ranks
 from . import limits, torus
@@ -288,20 +287,6 @@ CLUSTERS = {
 SLURM_RECIPES = [recipe.recipe for recipe in CLUSTERS["x86"].recipes]
 
 
-def slurm_memory_mib(cluster: Cluster, job: Recipe) -> tuple[Layout, float]:
-    """Return the layout and the fullest rank's modelled MiB. ValueError if the recipe does not fit."""
-    run = parse(["--mock-data", *job.words]).run
-    plan = Plan.of(run, job.nodes * cluster.ranks_per_node)
-    mib = max(stage.total for stage in plan.memory) / 2**20
-    usable = USABLE * cluster.gib * 1024 / cluster.ranks_per_node
-    check(
-        mib <= usable,
-        f"{cluster.name}, {job.recipe}: {mib:.0f} MiB per rank (model) are more than the {usable:.0f} that "
-        f"each of {cluster.ranks_per_node} ranks on {cluster.gib} GiB can use: raise nodes, TP or PP",
-    )
-    return plan.layout, mib
-
-
 def fill(template: str, cluster: Cluster, **values: object) -> str:
     values |= {
         "ranks": cluster.ranks_per_node,
@@ -314,11 +299,18 @@ def fill(template: str, cluster: Cluster, **values: object) -> str:
 
 def render_slurm(cluster: Cluster, job: Recipe, checks_layout: bool = False) -> str:
     """Return the sbatch script. ValueError if the recipe does not fit into the nodes' memory."""
-    layout, mib = slurm_memory_mib(cluster, job)
-    check = ""
+    plan = Plan.of(parse(["--mock-data", *job.words]).run, job.nodes * cluster.ranks_per_node)
+    mib = max(stage.total for stage in plan.memory) / 2**20
+    usable = USABLE * cluster.gib * 1024 / cluster.ranks_per_node
+    check(
+        mib <= usable,
+        f"{cluster.name}, {job.recipe}: {mib:.0f} MiB per rank (model) are more than the {usable:.0f} that "
+        f"each of {cluster.ranks_per_node} ranks on {cluster.gib} GiB can use: raise nodes, TP or PP",
+    )
+    checked = ""
     if checks_layout:
-        ranks = fewest_ranks(parse(["--mock-data", *job.words]).run, layout)
-        check = f"CHECK_RANKS=${{CHECK_RANKS:-{ranks}}}  # the fewest that hold a replica; 0: no check\n"
+        ranks = fewest_ranks(plan.config, plan.layout)
+        checked = f"CHECK_RANKS=${{CHECK_RANKS:-{ranks}}}  # the fewest that hold a replica; 0: no check\n"
     return fill(
         SLURM_TEMPLATE,
         cluster,
@@ -326,8 +318,8 @@ def render_slurm(cluster: Cluster, job: Recipe, checks_layout: bool = False) -> 
         nodes=job.nodes,
         leave=LEAVE_SECONDS,
         flags="\n".join(flag_lines(job.words)),
-        check=check,
-        layout=f"{layout}; {mib:.0f} MiB on the fullest rank (model)",
+        check=checked,
+        layout=f"{plan.layout}; {mib:.0f} MiB on the fullest rank (model)",
     )
 
 

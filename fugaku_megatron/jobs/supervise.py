@@ -27,8 +27,8 @@ from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..host.cgroup import oom_kills
 from ..start.exit_codes import ExitCode
-from ..text import numbers
 from ..text.named_files import read_text
+from ..text.numbers import say
 from .child import Ending, Launcher, Stop, ending
 
 FRUITLESS = 2  # restarts in a row without a new checkpoint, after which the job ends
@@ -198,7 +198,7 @@ class Supervisor:
                 return end.code
             saved = self._saved()
             self.fruitless = 0 if saved > before else self.fruitless + 1
-            say(f"{end.text()}; the last checkpoint is of iteration {saved}")
+            say(f"supervise: {end.text()}; the last checkpoint is of iteration {saved}")
             reason, code = self._reason_to_end(end)
             if reason:
                 return self._end(code, reason)
@@ -207,7 +207,7 @@ class Supervisor:
                 return self._end(end.code, "the run does not fit on the remaining nodes")
             self.restarts += 1
             say(
-                f"restart {self.restarts} of {self.max_restarts} from iteration {saved}{self._place(used)}"
+                f"supervise: restart {self.restarts} of {self.max_restarts} from iteration {saved}{self._place(used)}"
             )
 
     def _reason_to_end(self, end: Ending) -> tuple[str, ExitCode]:
@@ -222,7 +222,7 @@ class Supervisor:
         return "", end.code
 
     def _end(self, code: ExitCode, reason: str) -> int:
-        say(f"{reason}; exit code {code:d}")
+        say(f"supervise: {reason}; exit code {code:d}")
         return code
 
     def _saved(self) -> int:
@@ -280,7 +280,7 @@ class Supervisor:
         named = end.node if end.code in (ExitCode.LOST_RANK, ExitCode.HANG) else ""
         failed = self.nodes.lose(named, used, self._answers)
         if failed:
-            say(f"no longer used: {', '.join(failed)}")
+            say(f"supervise: no longer used: {', '.join(failed)}")
         return self.nodes.choose()
 
     def _answers(self, hosts: Sequence[str]) -> bool:
@@ -304,10 +304,6 @@ def filled(word: str, values: dict[str, str]) -> str:
     for name, value in values.items():
         word = word.replace(name, value)
     return word
-
-
-def say(text: str) -> None:
-    numbers.say(f"supervise: {text}")
 
 
 def read_hosts(text: str) -> list[str]:

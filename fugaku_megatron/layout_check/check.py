@@ -119,10 +119,6 @@ PATHS = (
 )
 
 
-def can_lack_paths(run: RunConfig) -> bool:
-    return bool(run.parallel.zero_stage) and any(path.needed(run) for path in PATHS)
-
-
 def lacking_paths(trainer: Trainer, world: Comm) -> list[str]:
     """Return each path that ranks with data-parallel peers lack, with these ranks. Collective."""
     shards = trainer.optimizer.shards
@@ -150,6 +146,10 @@ class Files(NamedTuple):
     folder: Path | None = None
     record: Path | None = None
     against: Path | None = None
+
+    @property
+    def reference(self) -> str:
+        return str(self.against or "one rank")
 
 
 NO_FILES = Files()
@@ -204,7 +204,8 @@ def check_layout(plan: Plan, world: Comm, build: Build, files: Files = NO_FILES)
 def _with_most_paths(plan: Plan, comm: Comm, build: Build) -> tuple[Plan, list[str]]:
     """Return the first small run in which every rank has every path, or the first one, and the paths that ranks lack. Collective."""
     first = shrink(plan)
-    if not can_lack_paths(plan.config):
+    run = plan.config
+    if not (run.parallel.zero_stage and any(path.needed(run) for path in PATHS)):
         return first, []
     lacking: list[str] = []
     for small in islice(small_runs(plan), TRIES):
@@ -225,10 +226,9 @@ def _check_files(files: Files) -> None:
 
 def _title(small: Plan, ranks: int, files: Files) -> str:
     model = small.config.model
-    reference = "one rank" if files.against is None else str(files.against)
     return (
         f"check of the layout {small.layout} of {small.layout.world_size} of {ranks} ranks with {model.num_layers} layers of "
-        f"width {model.hidden_size}, {ITERATIONS} iterations, against {reference}"
+        f"width {model.hidden_size}, {ITERATIONS} iterations, against {files.reference}"
     )
 
 
@@ -237,8 +237,7 @@ def _result(report: Report, small: Plan, seconds: float, files: Files) -> str:
         return report.problem
     if report.first is not None:
         return report.first.line()
-    reference = "one rank" if files.against is None else str(files.against)
-    return f"the layout trains as {reference} ({seconds:.1f} s)"
+    return f"the layout trains as {files.reference} ({seconds:.1f} s)"
 
 
 def _compared(small: Plan, comm: Comm, build: Build, files: Files) -> Report:
@@ -248,8 +247,11 @@ def _compared(small: Plan, comm: Comm, build: Build, files: Files) -> Report:
     with _shared_folder(comm, files.folder) as directory:
         pieces, unloadable = _record(small, comm, build, directory)
         ranks = comm.gather_object(pieces)
-        on_root(comm, lambda: _write(files.record, name, ranks or []))
-        against = on_root(comm, lambda: _read(files.against, name))
+        if record := files.record:
+            on_root(comm, lambda: write_record(record, name, ranks or []))
+        against: dict[Point, Tensor] = {}
+        if directory_of_tensors := files.against:
+            against = on_root(comm, lambda: read_record(directory_of_tensors, name))
         if ranks is not None:
             comparison = Comparison(Tolerance.of(small.config))
             if files.against is None:
@@ -275,15 +277,6 @@ def _format(run: RunConfig) -> str:
     if run.precision.name == "fp32" and run.optimizer.exp_avg_dtype == "int8":
         return "int8_moments"
     return run.precision.name
-
-
-def _write(directory: Path | None, name: str, ranks: list[list[Piece]]) -> None:
-    if directory is not None:
-        write_record(directory, name, assembled(piece for pieces in ranks for piece in pieces))
-
-
-def _read(directory: Path | None, name: str) -> dict[Point, Tensor]:
-    return read_record(directory, name) or {} if directory is not None else {}
 
 
 def _compare_alone(

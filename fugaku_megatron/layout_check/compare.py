@@ -174,7 +174,6 @@ class Largest:
 class Comparison:
     """Errors of all tensors by kind.
 
-    missing: tensors without a counterpart in the reference
     covered: elements of the reference that a rank has, by tensor
     outputs: names of the modules whose outputs were compared
     """
@@ -182,7 +181,6 @@ class Comparison:
     tolerance: Tolerance
     kinds: dict[str, Largest] = field(default_factory=dict)
     differences: list[Difference] = field(default_factory=list)
-    missing: set[Point] = field(default_factory=set)
     covered: dict[Point, Tensor] = field(default_factory=dict)
     outputs: set[str] = field(default_factory=set)
 
@@ -226,7 +224,6 @@ class Comparison:
     def _compare(self, ranks: tuple[int, ...], piece: Piece, reference: Reference) -> None:
         whole = _counterpart(piece.point, reference)
         if whole is None:
-            self.missing.add(piece.point)
             return
         error = math.inf
         words = f"shape {(*piece.shape,)} in place of {(*whole.shape,)}"

@@ -183,19 +183,20 @@ class Communication:
             return None
         return f"{verb} over the {GROUPS[group]} ranks {' '.join(map(str, members))}"
 
-    @property
-    def _shards_sequence(self) -> bool:
-        return self.run.parallel.sequence_parallel and self.layout.tp > 1
+    def gather(self) -> str | None:
+        """Describe the communication of rows before matmuls that shard columns; in backward after those that shard rows."""
+        return self.over("all-gather", "tp") if self.run.parallel.sequence_parallel else None
 
-    def _into_matmul(self, backward: bool) -> str | None:
-        if self._shards_sequence:
-            return self.over("reduce-scatter" if backward else "all-gather", "tp")
-        return self.over("all-reduce", "tp") if backward else None
+    def partial_sum(self) -> str | None:
+        """Describe the sum after matmuls that shard rows; in backward before those that shard columns."""
+        verb = "reduce-scatter" if self.run.parallel.sequence_parallel else "all-reduce"
+        return self.over(verb, "tp")
 
-    def _out_of_matmul(self, backward: bool) -> str | None:
-        if self._shards_sequence:
-            return self.over("all-gather" if backward else "reduce-scatter", "tp")
-        return None if backward else self.over("all-reduce", "tp")
+    def over_shards(self, verb: str, expert: bool) -> str | None:
+        """Describe a collective of ZeRO-1, or return None without the optimizer's shards."""
+        if not self.run.parallel.zero_stage:
+            return None
+        return self.over(verb, "edp" if expert else "dp")
 
     def _attention(self, layer: int) -> str | None:
         if self.layout.cp == 1:
@@ -207,12 +208,13 @@ class Communication:
     def stage_border(self, layer: int, step: int) -> str | None:
         """Describe the message between this rank's layer, from 0, and the next (1) or previous (-1) layer."""
         other = layer + step
+        grid = Grid(*self.layout.sizes)
+        dp, own, tp = grid.coords(self.rank)
         for stage in range(self.layout.pp):
             if any(other in layers for layers in stage_layers(self.run, stage)):
-                dp, own, tp = Grid(*self.layout.sizes).coords(self.rank)
                 if stage == own:
                     return None
-                sender = Grid(*self.layout.sizes).rank(dp, stage, tp)
+                sender = grid.rank(dp, stage, tp)
                 return (
                     f"message from rank {sender} (stage {stage}) to rank {self.rank} (stage {own})"
                 )
@@ -220,15 +222,12 @@ class Communication:
 
     def forward(self, layer: int, site: str) -> str | None:
         """Describe the communication before an output, inside a layer. layer: from 0"""
-        if site in INPUT_PROJECTIONS.values():
-            return self._into_matmul(backward=False)
-        if site == CORE:
-            return self._attention(layer)
-        if site == ATTENTION:
-            return self._out_of_matmul(backward=False)
-        if site == MLP:
-            return self._mlp(layer, backward=False)
-        return None
+        return {
+            **dict.fromkeys(INPUT_PROJECTIONS.values(), self.gather()),
+            CORE: self._attention(layer),
+            ATTENTION: self.partial_sum(),
+            MLP: self._mlp(layer),
+        }.get(site)
 
     def backward(self, layer: int, site: str) -> str | None:
         """Describe the communication before an output's gradient. layer: from 0"""
@@ -236,38 +235,26 @@ class Communication:
             if layer == self.run.model.num_layers - 1:
                 return None
             return self.stage_border(layer, 1)
-        if site == MLP_NORM:
-            return self._mlp(layer, backward=True)
-        if site == CORE:
-            return self._out_of_matmul(backward=True)
-        if site in INPUT_PROJECTIONS.values():
-            return self._attention(layer)
-        if site == INPUT_NORM:
-            return self._into_matmul(backward=True)
-        return None
+        return {
+            **dict.fromkeys(INPUT_PROJECTIONS.values(), self._attention(layer)),
+            MLP_NORM: self._mlp(layer),
+            CORE: self.gather(),
+            INPUT_NORM: self.partial_sum(),
+        }.get(site)
 
-    def _mlp(self, layer: int, backward: bool) -> str | None:
+    def _mlp(self, layer: int) -> str | None:
         has_experts = self.run.model.mlps[layer] == MLP_OF_EXPERTS
         if has_experts and self.run.parallel.divides_experts:
             return joined(
                 self.over("all-to-all of tokens", "ep"),
                 self.over("all-gather and reduce-scatter of rows", "etp"),
             )
-        if backward:
-            return joined(self._out_of_matmul(backward), self._into_matmul(backward))
-        return joined(self._into_matmul(backward), self._out_of_matmul(backward))
-
-    def embedding(self, backward: bool) -> str | None:
-        return None if backward else self._out_of_matmul(backward=False)
-
-    def head(self) -> str | None:
-        """Describe the communication between the loss and the final norm's gradient."""
-        return self._into_matmul(backward=True)
+        return joined(self.gather(), self.partial_sum())
 
     def loss(self) -> str | None:
         """Describe the communication between the final norm and the mean loss."""
         return joined(
-            self._into_matmul(backward=False),
+            self.gather(),
             self.over("all-reduce of the softmax", "tp"),
             self.over("all-reduce of the mean", "dp"),
         )
@@ -282,17 +269,6 @@ class Communication:
         if tied:
             parts.append(self.over("all-reduce of the tied embedding's gradient", "embedding"))
         return joined(*parts)
-
-    def scales(self, expert: bool) -> str | None:
-        """Describe the communication of the scales of 8-bit moments."""
-        if not self.run.parallel.zero_stage:
-            return None
-        return self.over("all-reduce of largest elements", "edp" if expert else "dp")
-
-    def weight_gather(self, expert: bool) -> str | None:
-        if not self.run.parallel.zero_stage:
-            return None
-        return self.over("all-gather of updated weights", "edp" if expert else "dp")
 
 
 def joined(*texts: str | None) -> str | None:

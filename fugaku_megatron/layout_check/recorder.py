@@ -7,9 +7,9 @@ A file has the FP32 tensors of one number format, named by `Point.key`. Shapes: 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from ..nn.forward_context import Pass
 from ..nn.layers import Context
 from ..nn.model import WORD_EMBEDDINGS, Chunk
 from ..nn.parameter import ModelParameter, parameters_of, scales_of
-from ..optim.flat import FlatParameter
 from ..text.written_files import make_folder
 from ..training.trainer import IterationResult, Trainer
 from .points import (
@@ -97,8 +96,7 @@ class Recorder:
         self._sample = 0  # of the micro-batch in forward, or recomputed in backward
         self._seen: set[Point] = set()
         self._before: list[Tensor] = []
-        layout = trainer.layout
-        self._communication = Communication(trainer.run, layout, trainer.world.rank)
+        self._communication = Communication(trainer.run, trainer.layout, trainer.world.rank)
         for chunk in trainer.stage.chunks:
             self._watch(chunk)
         trainer.optimizer.buckets.before_sum = self._local_gradients
@@ -112,7 +110,9 @@ class Recorder:
             self.iteration += 1
             self._before = [shard.master.float().clone() for shard in self._shards]
             self._finished(self.trainer.train_step())
-        self._final()
+        self.trainer.optimizer.buckets.await_weights()
+        for parameter in self.trainer.optimizer.flat.parameters:
+            self._weight(GATHERED, parameter)
 
     @property
     def _shards(self) -> Sequence[Any]:
@@ -150,12 +150,6 @@ class Recorder:
     def _scalar(self, kind: str, value: float, between: str | None, name: str = "") -> None:
         self.pieces.append(scalar(Point(self.iteration, kind, name), value, between))
 
-    def _final(self) -> None:
-        """Record the weights after the last gather. Collective."""
-        self.trainer.optimizer.buckets.await_weights()
-        for parameter in self.trainer.optimizer.flat.parameters:
-            self._weight(GATHERED, parameter)
-
     # Activations
 
     def _watch(self, chunk: Chunk) -> None:
@@ -163,10 +157,8 @@ class Recorder:
         if chunk.is_first:
             embedding = chunk.embedding
             embedding.register_forward_pre_hook(self._use_weights)
-            both = self._communication.embedding
-            self._watch_output(
-                embedding, chunk.context, EMBEDDING, between=(both(False), both(True))
-            )
+            between: Between = (self._communication.partial_sum(), None)
+            self._watch_tensor(embedding, chunk.context, EMBEDDING, between=between)
         for layer in chunk.layers:
             self._watch_layer(layer, chunk.context)
         if chunk.is_last:
@@ -176,8 +168,8 @@ class Recorder:
                 norm.register_forward_pre_hook(
                     lambda *_: self._weight(USED, chunk.output_weight, once=True)
                 )
-            between = (None, self._communication.head())
-            self._watch_output(norm, chunk.context, FINAL_NORM, between=between)
+            between = (None, self._communication.partial_sum())
+            self._watch_tensor(norm, chunk.context, FINAL_NORM, between=between)
 
     def _watch_layer(self, layer: Any, context: Context) -> None:
         number = layer.layer - 1
@@ -204,47 +196,37 @@ class Recorder:
             if site == first:
                 before = joined(communication.stage_border(number, -1), before)
             between = before, communication.backward(number, site)
-            name = layer_name(number, site)
-            if site in outputs:
-                self._watch_output(module, context, name, between=between)
-            else:
-                module.register_forward_pre_hook(
-                    partial(self._input, context, name, between=between)
-                )
+            self._watch_tensor(
+                module,
+                context,
+                layer_name(number, site),
+                between=between,
+                of_input=site in inputs,
+            )
 
-    def _watch_output(
+    def _watch_tensor(
         self,
         module: nn.Module,
         context: Context,
         name: str,
         between: Between,
+        of_input: bool = False,
     ) -> None:
-        def hook(_: nn.Module, args: Any, output: Tensor) -> None:
-            self._activation(output, context, name, between=between)
+        """Record a module's output, or its input, in every forward."""
 
-        module.register_forward_hook(hook)
+        def hook(_: nn.Module, args: Any, output: Tensor | None = None) -> None:
+            self._activation(args[0] if output is None else output, context, name, between)
+
+        if of_input:
+            module.register_forward_pre_hook(hook)
+        else:
+            module.register_forward_hook(hook)
 
     def _enter(self, _: nn.Module, args: tuple[Any, ...]) -> None:
         (forward_pass,) = (each for each in args if isinstance(each, Pass))
         self._sample = forward_pass.first_sample
 
-    def _input(
-        self,
-        context: Context,
-        name: str,
-        _: nn.Module,
-        args: tuple[Any, ...],
-        between: Between,
-    ) -> None:
-        self._activation(args[0], context, name, between=between)
-
-    def _activation(
-        self,
-        x: Tensor,
-        context: Context,
-        name: str,
-        between: Between,
-    ) -> None:
+    def _activation(self, x: Tensor, context: Context, name: str, between: Between) -> None:
         """Record x (s, b, w), and its gradient in backward.
 
         A recomputed output may have no values: only the first one is recorded.
@@ -261,19 +243,16 @@ class Recorder:
     def _add_activation(
         self, point: Point, x: Tensor, context: Context, between: str | None
     ) -> None:
-        shards_width = point.name.endswith((*INPUT_PROJECTIONS.values(), CORE))
-        ranks = context.tp if shards_width else None
-        if shards_width:  # of the whole sequence
+        width = x.shape[2]
+        first = 0
+        whole = width
+        if point.name.endswith((*INPUT_PROJECTIONS.values(), CORE)):  # of the whole sequence
             segments = own_segments(len(x), context.cp)
+            first = context.tp.rank * width
+            whole = context.tp.size * width
         else:
             segments = context.segments(x)
-        width = x.shape[2]
-        first = ranks.rank * width if ranks else 0
-        shape = (
-            self.trainer.run.model.seq_length,
-            x.shape[1],
-            width * (ranks.size if ranks else 1),
-        )
+        shape = (self.trainer.run.model.seq_length, x.shape[1], whole)
         index = (positions(segments), slice(None), slice(first, first + width))
         self.pieces.append(Piece(point, shape, index, _copied(x), between))
 
@@ -288,7 +267,9 @@ class Recorder:
         if once and point in self._seen or scales_of(parameter) is not None:
             return
         self._seen.add(point)
-        between = self._communication.weight_gather(parameter.spec.expert)
+        between = self._communication.over_shards(
+            "all-gather of updated weights", parameter.spec.expert
+        )
         if kind == USED and self.iteration == ITERATIONS:
             between = LOADING
         self._add_parameter(point, parameter, parameter.data, between=between)
@@ -339,18 +320,19 @@ class Recorder:
         parameters = {p.spec.name: p for p in self.trainer.optimizer.flat.parameters}
         for shard in shards:
             name = shard.key.split("/", 1)[1]
+            spec = parameters[name].spec
             between = None
             if kind == REDUCED:
-                between = self._sums(parameters[name])
+                tied = parameters[name] is self.trainer.stage.tied_copy
+                between = self._communication.gradient_sum(
+                    spec.expert, spec.sequence_parallel, tied
+                )
             elif kind == SCALE:
-                between = self._communication.scales(parameters[name].spec.expert)
+                between = self._communication.over_shards(
+                    "all-reduce of largest elements", spec.expert
+                )
             point = Point(self.iteration, kind, prefix + name)
             self.pieces += pieces_of(shard, point, between)
-
-    def _sums(self, parameter: FlatParameter) -> str | None:
-        spec = parameter.spec
-        tied = parameter is self.trainer.stage.tied_copy
-        return self._communication.gradient_sum(spec.expert, spec.sequence_parallel, tied)
 
 
 def state_of(trainer: Trainer) -> dict[str, float]:
@@ -412,20 +394,21 @@ def check_against(directory: Path) -> None:
     )
 
 
-def write_record(directory: Path, number_format: str, tensors: Mapping[Point, Tensor]) -> None:
+def write_record(directory: Path, number_format: str, ranks: Iterable[list[Piece]]) -> None:
     """Write the tensors of one number format. Raise ValueError if that fails."""
+    tensors = assembled(chain.from_iterable(ranks))
     named = {point.key: tensor.contiguous() for point, tensor in tensors.items()}
     write_tensors(file_of(directory, number_format), named)
 
 
-def read_record(directory: Path, number_format: str) -> dict[Point, Tensor] | None:
-    """Return the tensors of one number format in FP32, or None if the record has none.
+def read_record(directory: Path, number_format: str) -> dict[Point, Tensor]:
+    """Return the tensors of one number format in FP32, none if the record has none.
 
     Raise ValueError for a file that is damaged or has other names.
     """
     path = file_of(directory, number_format)
     if not path.is_file():
-        return None
+        return {}
     content = PlainFile(path, path.stat().st_size)
     return {
         _point(path, key): content.read_tensor(stored).float()

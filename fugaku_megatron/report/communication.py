@@ -31,17 +31,14 @@ VERBS = ("all_reduce", "all_gather", "reduce_scatter")
 def communication_section(context: Context) -> JsonObject:
     """Measure messages and collectives; describe the machine. Collective."""
     world = context.world
-    found = {
-        "library": describe(world),
-        "ranks": world.size,
-        "nodes": context.nodes.count,
-    }
     numbers = world.all_gather_object(context.nodes.number)
     network = calibrate.measure_network(world, numbers, context.scale.reduced)
     context.machine = describe_machine(context, network)
     rows = list(collective_rows(context)) if world.size > 1 else []
     return {
-        **found,
+        "library": describe(world),
+        "ranks": world.size,
+        "nodes": context.nodes.count,
         "inside": network.inside and asdict(network.inside),
         "between": network.between and asdict(network.between),
         "thread_level": getattr(world, "thread_level", None),

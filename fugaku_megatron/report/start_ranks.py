@@ -71,10 +71,9 @@ def restart_with_ranks(args: argparse.Namespace) -> None:
     paths = (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     record.progress(f"starting {ranks} ranks by mpiexec")
-    os.execv(
-        mpiexec,
-        [*start, "-n", str(ranks), sys.executable, "-m", "fugaku_megatron", "report", *words(args)],
-    )
+    spent = f"{time.monotonic() - STARTED:.1f}"
+    command = [sys.executable, "-m", "fugaku_megatron", *sys.argv[1:], "--ranks", "1"]
+    os.execv(mpiexec, [*start, "-n", str(ranks), *command, "--spent", spent])
 
 
 def launcher_options(mpiexec: str) -> list[str]:
@@ -87,18 +86,3 @@ def launcher_options(mpiexec: str) -> list[str]:
         check=False,
     )
     return ["--bind-to", "none"] if "Open MPI" in done.stdout or "OpenRTE" in done.stdout else []
-
-
-def words(args: argparse.Namespace) -> list[str]:
-    """Return the report's flags for the started ranks, with the seconds spent so far."""
-    spent = time.monotonic() - STARTED
-    line = ["--output", str(args.output), "--minutes", str(args.minutes), "--spent", f"{spent:.1f}"]
-    if args.only:
-        line += ["--only", *args.only]
-    if args.save:
-        line += ["--save", str(args.save)]
-    if args.with_names:
-        line.append("--with-names")
-    if args.shrunk:
-        line.append("--shrunk")
-    return line

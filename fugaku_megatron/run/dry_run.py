@@ -34,6 +34,7 @@ from ..pipeline.schedule_names import row
 from ..pipeline.timeline import Costs, walk
 from ..planner import plan_text
 from ..planner.model import step
+from ..text.numbers import plural
 from ..training.micro_batches import datasets_of
 from .limits import MachineLimits, modelled_system
 
@@ -157,17 +158,13 @@ def _time(plan: Plan, bubble: float) -> list[str]:
     seconds = step(plan.config, plan.layout, system).seconds
     lines = [
         f"an iteration takes {seconds:.4g} s on {system.nodes} nodes of {system.machine.name}, "
-        f"{_count(system.ranks_per_node, 'rank')} a node (model)"
+        f"{plural(system.ranks_per_node, 'rank')} a node (model)"
     ]
     if bubble >= LARGE_BUBBLE:
         lines.append(
             f"a bubble of {bubble:.1%} is large: fugaku-megatron plan --nodes N searches layouts for one that is faster"
         )
     return lines
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def packing(run: RunConfig) -> list[str]:
@@ -211,7 +208,7 @@ def cores(node: Node, root: str, world_size: int, rank_bytes: int) -> list[str]:
     ranks = map_ranks(node, min(world_size, len(node.domains)), rank_bytes)
     start = f"mpiexec -n {len(ranks)}"
     if world_size > len(ranks):
-        start = f"{-(-world_size // len(ranks))} nodes, {_count(len(ranks), 'rank')} a node"
+        start = f"{-(-world_size // len(ranks))} nodes, {plural(len(ranks), 'rank')} a node"
     return [
         f"a node of {root}: {node.describe()}; {world_size} ranks: {start}",
         *(f"  {rank_line(node, rank)}" for rank in ranks),

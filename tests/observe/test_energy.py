@@ -13,7 +13,7 @@ from fugaku_megatron.host.cpu_binding import CpuBinding
 from fugaku_megatron.host.energy import Counter, Counters
 from fugaku_megatron.observe.log import log_command, loss_plot
 from fugaku_megatron.observe.log.iteration_metrics import IterationMetrics, parse_line
-from fugaku_megatron.observe.log.run_log import LogReader
+from fugaku_megatron.observe.log.run_log import RunLog
 from fugaku_megatron.observe.resources.energy import EnergyWatch
 from tests.threads import ThreadWorld
 
@@ -212,12 +212,10 @@ def test_the_log_line_its_table_and_the_plot(tmp_path):
         and "joule" not in without.format_line()
         and without.tokens_per_joule is None
     )
-    reader = LogReader("run.log")
+    reader = RunLog("run.log")
     reader.read_lines([line, line.replace("160.0", "200.0")])
-    assert "loss 5, 180 W, 2.5 tokens per joule |" in log_command.text([reader.summary()]), (
-        "medians"
-    )
-    row = log_command.record(reader.summary(), "run")
+    assert "loss 5, 180 W, 2.5 tokens per joule |" in log_command.text([reader]), "medians"
+    row = log_command.record(reader, "run")
     assert row["watts"] == 180.0 and row["tokens_per_joule"] == 2.5
 
 

@@ -10,8 +10,7 @@ from fugaku_megatron.observe.log import run_log
 from fugaku_megatron.observe.log.iteration_metrics import parse_line
 from fugaku_megatron.observe.log.run_log import (
     Job,
-    LogFile,
-    LogReader,
+    RunLog,
     read_log,
 )
 from tests.checks.run_logs import (
@@ -74,7 +73,7 @@ def test_a_history_is_read_as_its_log(tmp_path):
         log.tflops,
         log.gbs,
     )
-    assert kept.finished and kept.validations == ((4, 6.5),) and kept.job.run is None
+    assert kept.finished and kept.validations == [(4, 6.5)] and kept.job.run is None
     model = Job(
         values=log.job.values, nodes=1, ranks=2, other_program=True
     )  # what a run's flags say
@@ -127,38 +126,30 @@ def test_the_a100_lines_give_the_printed_row_and_tflops(tmp_path):
 
 
 def test_a_resumed_job_counts_alone_and_supersedes_what_it_repeats():
-    reader = LogReader("run.log")
+    reader = RunLog("run.log")
     line = " iteration {}/ 9 | elapsed time per iteration (s): {} | lm loss: {} |"
     machine = "a: CPU at 2.00 GHz (measured), 48 CPUs"
     reader.read_lines([machine, *(line.format(i, 5, i) for i in (1, 2, 3, 4))])
     reader.read_lines([machine, *(line.format(i, 7, 10 + i) for i in (3, 4, 5, 6))])
-    log = reader.summary()
+    log = reader
     assert [i.lm_loss for i in log.iterations] == [1, 2, 13, 14, 15, 16]
     assert [i.iteration for i in log.counted] == [5, 6] and log.seconds == 7
 
 
 def test_a_log_that_grows_is_read_once_and_one_written_anew_is_read_anew(tmp_path):
     path = written(tmp_path, OUR_LOG[:-200])
-    file = LogFile(str(path))
-    assert file.poll() and not file.reader.summary().finished and not file.poll()
-    before = len(file.reader.summary().iterations)
+    file = RunLog(str(path))
+    assert file.poll() and not file.finished and not file.poll()
+    before = len(file.iterations)
     path.write_text(OUR_LOG)
-    assert (
-        file.poll()
-        and file.reader.summary().finished
-        and len(file.reader.summary().iterations) == 6 > before
-    )
+    assert file.poll() and file.finished and len(file.iterations) == 6 > before
     cut = read_log(written(tmp_path, A100[0] + "\n" + A100[0][:-30]))
     assert len(cut.counted) == 1
     path.write_text(OUR_LOG)
-    file = LogFile(str(path))
-    assert file.poll() and file.reader.summary().finished
+    file = RunLog(str(path))
+    assert file.poll() and file.finished
     path.write_text(OUR_LOG[: OUR_LOG.index(" iteration        4/")])
-    assert (
-        file.poll()
-        and not file.reader.summary().finished
-        and len(file.reader.summary().iterations) == 3
-    )
+    assert file.poll() and not file.finished and len(file.iterations) == 3
 
 
 def test_mistakes_are_named(tmp_path):

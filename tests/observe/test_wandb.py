@@ -67,7 +67,8 @@ def test_wandb_gets_the_figures_and_is_offline_without_a_network(
 def test_an_error_of_wandb_does_not_end_the_run(package, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setattr(package, "init", lambda **given: 1 / 0)
-    wandb = WandbRun("project", "name", print)
+    run = parse([*BASE, *"--wandb-project project --wandb-exp-name name".split()]).run
+    wandb = WandbRun(run, print)
     MetricsWriter(10, 5, LogOutputs(writers=[wandb])).validation(5, 2.0, 80)
     assert (
         "--wandb-project project: division by zero; the run continues without it"

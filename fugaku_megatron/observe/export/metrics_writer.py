@@ -61,8 +61,6 @@ class MetricsWriter:
         printing: bool = True,
         start_iteration: int = 0,
     ) -> None:
-        if log_interval < 1:
-            raise ValueError(f"--log-interval must be at least 1, got {log_interval}")
         self.log_interval = log_interval
         self.printing = printing
         self.writers = outputs.writers

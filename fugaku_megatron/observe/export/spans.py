@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...config import span_groups
-
 
 class SpanRow(NamedTuple):
     """A row in SPANS. goodput: True if Megatron-LM's accounting of useful time reads the span"""
@@ -28,25 +26,25 @@ SAVE = "megatron.checkpoint.save"
 FINALIZE = "megatron.checkpoint.save.finalize"
 EVALUATE = "megatron.evaluate"
 SPANS = {
-    STARTUP: SpanRow(span_groups.JOB),
-    MODEL_INIT: SpanRow(span_groups.MODEL_INIT),
-    DATALOADER: SpanRow(span_groups.DATA_LOADING),
-    LOAD: SpanRow(span_groups.LOAD_CHECKPOINT),
-    TRAIN: SpanRow(span_groups.JOB),
-    FIRST_ITERATION: SpanRow(span_groups.FIRST_ITERATION),
-    ITERATION: SpanRow(span_groups.STEP),
-    f"{ITERATION}.forward_backward": SpanRow(span_groups.FORWARD_BACKWARD, goodput=False),
-    f"{ITERATION}.optimizer": SpanRow(span_groups.OPTIMIZER, goodput=False),
-    SAVE: SpanRow(span_groups.CHECKPOINT),
-    FINALIZE: SpanRow(span_groups.CHECKPOINT),
-    EVALUATE: SpanRow(span_groups.EVALUATE, goodput=False),
-    f"{EVALUATE}.step": SpanRow(span_groups.EVALUATE, goodput=False),
-    "megatron.microbatch.forward": SpanRow(span_groups.MICROBATCH, goodput=False),
-    "megatron.microbatch.backward": SpanRow(span_groups.MICROBATCH, goodput=False),
-    "megatron.p2p.recv_forward": SpanRow(span_groups.COMMUNICATION, goodput=False),
-    "megatron.p2p.send_forward": SpanRow(span_groups.COMMUNICATION, goodput=False),
-    "megatron.p2p.recv_backward": SpanRow(span_groups.COMMUNICATION, goodput=False),
-    "megatron.p2p.send_backward": SpanRow(span_groups.COMMUNICATION, goodput=False),
+    STARTUP: SpanRow("job"),
+    MODEL_INIT: SpanRow("model_init"),
+    DATALOADER: SpanRow("data_loading"),
+    LOAD: SpanRow("load_checkpoint"),
+    TRAIN: SpanRow("job"),
+    FIRST_ITERATION: SpanRow("first_iteration"),
+    ITERATION: SpanRow("step"),
+    f"{ITERATION}.forward_backward": SpanRow("forward_backward", goodput=False),
+    f"{ITERATION}.optimizer": SpanRow("optimizer", goodput=False),
+    SAVE: SpanRow("checkpoint"),
+    FINALIZE: SpanRow("checkpoint"),
+    EVALUATE: SpanRow("evaluate", goodput=False),
+    f"{EVALUATE}.step": SpanRow("evaluate", goodput=False),
+    "megatron.microbatch.forward": SpanRow("microbatch", goodput=False),
+    "megatron.microbatch.backward": SpanRow("microbatch", goodput=False),
+    "megatron.p2p.recv_forward": SpanRow("communication", goodput=False),
+    "megatron.p2p.send_forward": SpanRow("communication", goodput=False),
+    "megatron.p2p.recv_backward": SpanRow("communication", goodput=False),
+    "megatron.p2p.send_backward": SpanRow("communication", goodput=False),
 }
 # Phase that the trainer marks -> its span.
 PHASE_SPANS = {

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
-from ...config import span_groups
 from ...config.run_config import RunConfig
+from ...config.span_groups import span_groups
 from ...host.observed import INSTRUCTIONS, Arguments, Keywords, Observed
 from ...pipeline.instructions import Executor
 from ..log.iteration_metrics import IterationMetrics
@@ -108,7 +108,7 @@ class Otlp:
         }
         return cls(
             output.otel_service_name or os.environ.get("OTEL_SERVICE_NAME") or SERVICE,
-            span_groups.span_groups(output.otel_span_groups),
+            span_groups(output.otel_span_groups),
             {name: value for name, value in resource.items() if value is not None},
         )
 
@@ -216,7 +216,7 @@ class Telemetry(Writer):
         return self.span(PHASE_SPANS[name], **attributes)
 
     def watch(self, executor: Executor) -> Executor:
-        if not {span_groups.MICROBATCH, span_groups.COMMUNICATION} & self._groups:
+        if not {"microbatch", "communication"} & self._groups:
             return executor
 
         def call(name: str, function: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:

@@ -47,17 +47,11 @@ class TensorBoard(Writer):
 class WandbRun(Writer):
     """A run of Weights & Biases; without one, with a note, if wandb refuses it."""
 
-    def __init__(
-        self,
-        project: str,
-        name: str,
-        say: Say,
-        entity: str | None = None,
-        directory: str | None = None,
-        config: dict[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, run: RunConfig, say: Say) -> None:
         import wandb  # takes seconds
 
+        output = run.output
+        directory = output.wandb_save_dir or output.save
         self._run: Any = None
         # wandb checks WANDB_MODE
         mode: Any = os.environ.get("WANDB_MODE") or ("online" if _reachable() else "offline")
@@ -70,16 +64,18 @@ class WandbRun(Writer):
             if directory:
                 make_folder(Path(directory))
             self._run = wandb.init(
-                project=project,
-                name=name,
-                entity=entity,
+                project=output.wandb_project,
+                name=output.wandb_exp_name,
+                entity=output.wandb_entity,
                 dir=directory,
-                config=config,
+                config=asdict(run),
                 mode=mode,
             )
         except Exception as error:  # wandb's own errors have no common class
             reason = [*str(error).splitlines(), type(error).__name__][0]
-            say(f"note: --wandb-project {project}: {reason}; the run continues without it")
+            say(
+                f"note: --wandb-project {output.wandb_project}: {reason}; the run continues without it"
+            )
 
     def scalar(
         self, tag: str, value: float, iteration: int, consumed_samples: int | None = None
@@ -100,19 +96,6 @@ def _reachable() -> bool:
     except OSError:
         return False
     return True
-
-
-def _open_wandb(run: RunConfig, start_iteration: int, say: Say) -> Writer:
-    output = run.output
-    assert output.wandb_project and output.wandb_exp_name, "one needs the other"
-    return WandbRun(
-        output.wandb_project,
-        output.wandb_exp_name,
-        say,
-        entity=output.wandb_entity,
-        directory=output.wandb_save_dir or output.save,
-        config=asdict(run),
-    )
 
 
 class WriterRow(NamedTuple):
@@ -142,7 +125,12 @@ WRITERS = (
         package="tensorboard",
         extra="log",
     ),
-    WriterRow("wandb_project", _open_wandb, package="wandb", extra="wandb"),
+    WriterRow(
+        "wandb_project",
+        lambda run, start_iteration, say: WandbRun(run, say),
+        package="wandb",
+        extra="wandb",
+    ),
 )
 
 

@@ -284,12 +284,8 @@ class Node:
         return sorted((beat for beat in beats if beat), key=lambda beat: beat.rank)
 
 
-def rank_file(directory: Path, rank: int) -> Path:
-    return directory / f"rank{rank}.txt"
-
-
 def _append(directory: Path, rank: int) -> TextIO:
-    return open(rank_file(directory, rank), "a", opener=no_link)
+    return open(directory / f"rank{rank}.txt", "a", opener=no_link)
 
 
 def write_own(directory: Path, rank: int, native: bool, until: float) -> None:

@@ -194,7 +194,8 @@ class Watchdog:
             beats = self._here.read()
             if self.link:
                 self.link.receive(now)
-            if self._leads(beats, now):
+            awake = [beat.process for beat in beats if now - beat.looked < hang_verdict.ASLEEP]
+            if awake[:1] == [os.getpid()]:
                 self._judge(self._census(beats, now), now)
 
     def _judge(self, own: Census, now: float) -> None:
@@ -221,10 +222,6 @@ class Watchdog:
         if not link.deserted(limit, now):
             late = late + limit + 4 * hang_verdict.ASLEEP
         return whole, alone, late
-
-    def _leads(self, beats: list[Beat], now: float) -> bool:
-        awake = [beat.process for beat in beats if now - beat.looked < hang_verdict.ASLEEP]
-        return bool(awake) and awake[0] == os.getpid()
 
     def _census(self, beats: list[Beat], now: float) -> Census:
         stuck: list[Standing] = []
@@ -263,12 +260,8 @@ class Watchdog:
 
     def _write_end(self, found: Verdict) -> Message:
         name = time.strftime("hang_%Y%m%d_%H%M%S")
-        end = {
-            **asdict(found),
-            "directory": str(self.settings.directory.absolute() / name),
-            "speaks": True,
-        }
-        end = self._publish(end)
+        directory = str(self.settings.directory.absolute() / name)
+        end = self._publish({**asdict(found), "directory": directory, "speaks": True})
         if end["process"] == os.getpid():
             self._say(f"{found.text}; stacks of all ranks: {end['directory']}")
             if self.link:

@@ -235,25 +235,6 @@ def parse_log(lines: Iterable[str]) -> list[IterationMetrics]:
     return [parse_line(line) for line in lines if _START.search(line)]
 
 
-def published_header() -> tuple[str, ...]:
-    """Return the column titles of published result tables."""
-    return (
-        "Nodes",
-        "Freq",
-        "Size",
-        "DP",
-        "TP",
-        "PP",
-        "MBS",
-        "GBS",
-        "Mem",
-        "Sec/it",
-        "TFLOPs",
-        "Est. Aggr. PetaFLOPs",
-        "Notes",
-    )
-
-
 def size_name(parameters: int) -> str:
     """Return 124M, 1.3B, 30B."""
     unit = 10**6
@@ -309,23 +290,23 @@ class PublishedRow:
             return None
         return self.tflops * self.ranks / 1024
 
-    def cells(self) -> tuple[str, ...]:
-        """Return formatted values in the order of `published_header`, unknown values as dashes."""
-        return (
-            or_dash(self.nodes, "d"),
-            or_dash(self.ghz, ".1f", "GHz"),
-            self.size,
-            or_dash(self.dp, "d"),
-            or_dash(self.tp, "d"),
-            or_dash(self.pp, "d"),
-            or_dash(self.mbs, "d"),
-            or_dash(self.gbs, "d"),
-            or_dash(self.memory_mib, ".1f", " MiB"),
-            seconds_text(self.seconds),
-            rate_text(self.tflops),
-            or_dash(self.petaflops, ".4f"),
-            self.notes,
-        )
+    def cells(self) -> dict[str, str]:
+        """Return formatted values by the published tables' titles, unknown values as dashes."""
+        return {
+            "Nodes": or_dash(self.nodes, "d"),
+            "Freq": or_dash(self.ghz, ".1f", "GHz"),
+            "Size": self.size,
+            "DP": or_dash(self.dp, "d"),
+            "TP": or_dash(self.tp, "d"),
+            "PP": or_dash(self.pp, "d"),
+            "MBS": or_dash(self.mbs, "d"),
+            "GBS": or_dash(self.gbs, "d"),
+            "Mem": or_dash(self.memory_mib, ".1f", " MiB"),
+            "Sec/it": seconds_text(self.seconds),
+            "TFLOPs": rate_text(self.tflops),
+            "Est. Aggr. PetaFLOPs": or_dash(self.petaflops, ".4f"),
+            "Notes": self.notes,
+        }
 
 
 # Printed title of a column -> field of a row.

@@ -36,17 +36,16 @@ from .iteration_metrics import (
     UNKNOWN,
     IterationMetrics,
     PublishedRow,
-    published_header,
     rate_text,
     seconds_text,
     size_name,
 )
-from .run_log import FORMULAS, Job, LogFile, LogSummary
+from .run_log import FORMULAS, Job, RunLog
 
 ITERATION_COLUMNS = ("log", *(f.name for f in fields(IterationMetrics)))
 
 
-def row_of(log: LogSummary, notes: str) -> PublishedRow:
+def row_of(log: RunLog, notes: str) -> PublishedRow:
     """Return a log's row in the published table."""
     job = log.job
     run = job.run
@@ -67,7 +66,7 @@ def row_of(log: LogSummary, notes: str) -> PublishedRow:
     )
 
 
-def _notes(name: str, log: LogSummary) -> str:
+def _notes(name: str, log: RunLog) -> str:
     job = log.job
     notes: list[str | None] = [name, job.precision]
     if job.recompute:
@@ -81,24 +80,18 @@ def _notes(name: str, log: LogSummary) -> str:
             notes.append(f"loss {log.last.lm_loss:.4g}")
         if log.last.largest_load:
             notes.append(f"an expert has {log.last.largest_load:.3g} x the mean load")
-    notes.append(energy_note(log))
-    return ", ".join(note for note in notes if note)
-
-
-def energy_note(log: LogSummary) -> str | None:
-    if log.watts is None:
-        return None
-    note = f"{log.watts:.0f} W"
+    if log.watts is not None:
+        notes.append(f"{log.watts:.0f} W")
     if log.tokens_per_joule is not None:
-        note += f", {log.tokens_per_joule:.4g} tokens per joule"
-    return note
+        notes.append(f"{log.tokens_per_joule:.4g} tokens per joule")
+    return ", ".join(filter(None, notes))
 
 
-def text(logs: Sequence[LogSummary], markdown: bool = False) -> str:
+def text(logs: Sequence[RunLog], markdown: bool = False) -> str:
     lines = ["### Runs, measured", ""] if markdown else []
     notes = [_notes(name, log) for name, log in zip(names(logs), logs)]
     rows = [row_of(log, note).cells() for log, note in zip(logs, notes)]
-    lines += pipe_table([published_header(), *rows])
+    lines += pipe_table([[*rows[0]], *([*row.values()] for row in rows)])
     if len(logs) > 1:
         lines += ["", *pipe_table(final_losses(logs))]
     indent = "- " if markdown else "  "
@@ -106,7 +99,7 @@ def text(logs: Sequence[LogSummary], markdown: bool = False) -> str:
     return "\n".join(lines)
 
 
-def final_losses(logs: Sequence[LogSummary]) -> list[tuple[str, ...]]:
+def final_losses(logs: Sequence[RunLog]) -> list[tuple[str, ...]]:
     """Return rows that compare progress and last losses of runs, each column's lowest loss marked."""
     trained = [log.last.lm_loss if log.last else None for log in logs]
     validated = [log.validations[-1][1] if log.validations else None for log in logs]
@@ -134,7 +127,7 @@ def _marked(loss: float | None, losses: Sequence[float | None]) -> str:
     return f"{loss:.6g}{mark}"
 
 
-def names(logs: Sequence[LogSummary]) -> list[str]:
+def names(logs: Sequence[RunLog]) -> list[str]:
     """Return short names: what distinguishes the paths. A history alone has the name of its folder."""
     paths = [Path(os.path.abspath(log.path)) for log in logs]
     if len(paths) == 1 and paths[0].name == HISTORY:
@@ -146,7 +139,7 @@ def names(logs: Sequence[LogSummary]) -> list[str]:
     return [os.path.join(*each) for each in parts]
 
 
-def _basis(log: LogSummary) -> str:
+def _basis(log: RunLog) -> str:
     if not log.last:
         return f"{log.path}: no iteration yet"
     basis = (
@@ -160,16 +153,17 @@ def _basis(log: LogSummary) -> str:
     return basis
 
 
-def record(log: LogSummary, name: str) -> JsonObject:
+def record(log: RunLog, name: str) -> JsonObject:
     """Return a log's CSV record: published cells, exact numbers and the model's shape."""
     job = log.job
     row = row_of(log, _notes(name, log))
-    cells = zip(published_header(), row.cells())
     model = job.run.model if job.run else None
     last = log.last
     return {
         "log": log.path,
-        **{HEADERS[title]: None if cell == UNKNOWN else cell for title, cell in cells},
+        **{
+            HEADERS[title]: None if cell == UNKNOWN else cell for title, cell in row.cells().items()
+        },
         "seconds": row.seconds,
         "tflops": row.tflops,
         "petaflops": row.petaflops,
@@ -189,7 +183,7 @@ def record(log: LogSummary, name: str) -> JsonObject:
     }
 
 
-def draw(path: StrPath, logs: Sequence[LogSummary], x: str = "iteration") -> bool:
+def draw(path: StrPath, logs: Sequence[RunLog], x: str = "iteration") -> bool:
     """Plot loss, learning rate and TFLOPs over `x` (a key of loss_plot.AXES); print why if nothing is drawn."""
     if len(logs) == 1:
         (log,) = logs
@@ -200,7 +194,7 @@ def draw(path: StrPath, logs: Sequence[LogSummary], x: str = "iteration") -> boo
     return loss_plot.loss_curves(path, runs, loss_plot.title("", place), x)
 
 
-def _records(log: LogSummary) -> loss_plot.Records:
+def _records(log: RunLog) -> loss_plot.Records:
     tokens = {i.iteration: i.consumed_tokens for i in log.iterations}
     records = [{"kind": "train", **asdict(i)} for i in log.iterations]
     records += [
@@ -212,7 +206,7 @@ def _records(log: LogSummary) -> loss_plot.Records:
     return records
 
 
-def _layout(log: LogSummary) -> str:
+def _layout(log: RunLog) -> str:
     job = log.job
     if job.run and job.dp:
         return loss_plot.describe(job.run, job.dp)
@@ -330,16 +324,20 @@ def main(options: argparse.Namespace) -> int:
         return show_ranks(options)
     job = job_of(options)
     check_outputs(options)
-    files = [LogFile(_file_of(path), job, options.formula) for path in options.logs]
-    logs = follow(files, options) if options.follow else _read(files)
+    logs = [RunLog(_file_of(path), job, options.formula) for path in options.logs]
+    if options.follow:
+        follow(logs, options)
     for log in logs:
-        if log.last is None:
-            raise ValueError(
-                f"{log.path}: has no line of an iteration ('iteration 1/ 100 | ...'): pass a run's log or "
-                "history.jsonl"
-            )
+        if not options.follow:
+            log.poll()
+        log.finish()
         check(
-            options.x == "iteration" or log.last.consumed_tokens,
+            log.last,
+            f"{log.path}: has no line of an iteration ('iteration 1/ 100 | ...'): pass a run's log or "
+            "history.jsonl",
+        )
+        check(
+            options.x == "iteration" or log.last and log.last.consumed_tokens,
             f"--x {options.x}: {log.path} does not say how many tokens were consumed: leave it out",
         )
     _write(options, logs)
@@ -378,13 +376,7 @@ def show_ranks(options: argparse.Namespace) -> int:
     return 0
 
 
-def _read(files: Sequence[LogFile]) -> list[LogSummary]:
-    for file in files:
-        file.poll()
-    return [file.finish() for file in files]
-
-
-def _write(options: argparse.Namespace, logs: Sequence[LogSummary]) -> None:
+def _write(options: argparse.Namespace, logs: Sequence[RunLog]) -> None:
     if options.csv:
         with writing("--csv", options.csv):
             if options.per_iteration:
@@ -398,13 +390,12 @@ def _write(options: argparse.Namespace, logs: Sequence[LogSummary]) -> None:
             draw(options.png, logs, options.x)
 
 
-def follow(files: Sequence[LogFile], options: argparse.Namespace) -> list[LogSummary]:
-    """Print progress and rewrite outputs while logs grow; return all logs after the last line or Ctrl-C."""
+def follow(logs: Sequence[RunLog], options: argparse.Namespace) -> None:
+    """Print progress and rewrite outputs while logs grow, until the last line or Ctrl-C."""
     shown: dict[str, int] = {}  # path -> iteration
     try:
         while True:
-            grown = [file.poll() for file in files]
-            logs = [file.reader.summary() for file in files]
+            grown = [log.poll() for log in logs]
             for log in logs:
                 if log.last and log.last.iteration != shown.get(log.path, 0):
                     shown[log.path] = log.last.iteration
@@ -417,10 +408,9 @@ def follow(files: Sequence[LogFile], options: argparse.Namespace) -> list[LogSum
             time.sleep(options.interval)
     except KeyboardInterrupt:
         print(file=sys.stderr)
-    return [file.finish() for file in files]
 
 
-def _print_progress(log: LogSummary, last: IterationMetrics) -> None:
+def _print_progress(log: RunLog, last: IterationMetrics) -> None:
     left = (last.train_iters - last.iteration) * (log.seconds or 0)
     tokens = "" if last.tokens_per_second is None else f", {last.tokens_per_second:,.0f} tokens/s"
     loss = "" if last.lm_loss is None else f", loss {last.lm_loss:.4g}"

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from ...cli.output_files import picture, shown
 from ...config.fields import check
 from ...text.named_files import StrPath, read_text
@@ -102,7 +104,6 @@ def find(
     shares: each rank's work relative to its stage (documents differ in length); empty: all alike
     """
     usual = _usual(interval, work, shares or [1.0 for _ in range(interval.ranks)])
-    usual_of = _usual_of(interval)
     found = []
     for rank in range(interval.ranks):
         limit = SLOW * sum(row[rank] for row in interval.seconds.values())
@@ -110,7 +111,7 @@ def find(
             seconds = interval.seconds[phase][rank]
             if seconds - expected > limit:
                 stage = interval.stage(rank)
-                found.append(Straggler(rank, stage, phase, seconds, expected, usual_of))
+                found.append(Straggler(rank, stage, phase, seconds, expected, _usual_of(interval)))
     return sorted(found, key=lambda s: s.usual - s.seconds)
 
 
@@ -166,10 +167,10 @@ def read(path: StrPath) -> list[Interval]:
 
 def mean(intervals: Sequence[Interval]) -> Interval:
     counted = intervals[WARM_UP:] or intervals
-    seconds = {}
-    for phase in counted[0].seconds:
-        columns = zip(*(interval.seconds[phase] for interval in counted), strict=True)
-        seconds[phase] = [statistics.fmean(column) for column in columns]
+    seconds = {
+        phase: np.mean([interval.seconds[phase] for interval in counted], axis=0).tolist()
+        for phase in counted[0].seconds
+    }
     return replace(counted[-1], seconds=seconds)
 
 
@@ -206,7 +207,7 @@ def _panel(axes: Any, phase: str, intervals: Sequence[Interval]) -> Any:
     largest = max(max(row) for i in intervals for row in i.seconds.values())
     ends = [i.iteration for i in intervals]
     first_length = ends[1] - ends[0] if len(ends) > 1 else ends[0]
-    rows = list(zip(*(i.seconds[phase] for i in intervals), strict=True))  # (ranks, intervals)
+    rows = np.array([i.seconds[phase] for i in intervals]).T  # (ranks, intervals)
     axes.set(title=phase, xlabel="iteration")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     return axes.pcolormesh(

@@ -171,30 +171,80 @@ def _check_job(job: Job) -> None:
     job.check()
 
 
-@dataclass(frozen=True, kw_only=True)
-class LogSummary:
-    """A log's contents.
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
-    iterations: all jobs; repeated iterations as last logged
-    counted: for medians: the last job's after WARM_UP, or all if there are no more
+
+def exact_seconds(iteration: IterationMetrics) -> float | None:
+    """Return seconds, from samples per second (3 decimals) if the time (2 decimals) is less exact."""
+    seconds = iteration.elapsed_seconds
+    rate = iteration.samples_per_second
+    size = iteration.global_batch_size
+    if rate and size and (seconds is None or 0.005 * rate > 0.0005 * seconds):
+        return size / rate
+    return seconds
+
+
+class RunLog:
+    """Log of a run, which may grow; an iteration that is logged again replaces the earlier values.
+
     memory_mib: maximum over ranks
     """
 
-    path: str
-    iterations: tuple[IterationMetrics, ...]
-    validations: tuple[tuple[int, float], ...]
-    counted: tuple[IterationMetrics, ...]
-    job: Job
-    formula: str
-    machine: str
-    experts: JsonObject | None
-    ghz: float | None
-    memory_mib: int | None
-    finished: bool
+    def __init__(self, path: str, job: Job | None = None, formula: str = "hardware") -> None:
+        self.path = path
+        self.formula = formula
+        self._described = job or Job(other_program=True)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.job = self._described
+        self.experts: JsonObject | None = None
+        self._by_iteration: dict[int, IterationMetrics] = {}
+        self._validations: dict[int, float] = {}
+        self._lines = 0
+        self._offset = 0
+        self._rest = b""  # an incomplete last line
+        self._start("")
+
+    def _start(self, machine: str) -> None:
+        self.machine = machine
+        self.memory_mib: int | None = None
+        self._ended = False
+        self._of_job: list[IterationMetrics] = []
+
+    # Contents
+
+    @property
+    def iterations(self) -> list[IterationMetrics]:
+        """Iterations of all jobs, in order."""
+        return [self._by_iteration[number] for number in sorted(self._by_iteration)]
 
     @property
     def last(self) -> IterationMetrics | None:
-        return self.iterations[-1] if self.iterations else None
+        return self._by_iteration[max(self._by_iteration)] if self._by_iteration else None
+
+    @property
+    def validations(self) -> list[tuple[int, float]]:
+        """Iterations and their validation losses, in order."""
+        return sorted(self._validations.items())
+
+    @property
+    def counted(self) -> list[IterationMetrics]:
+        """Iterations for medians: the last job's after WARM_UP, or all if there are no more."""
+        return self._of_job[WARM_UP:] or self._of_job
+
+    @property
+    def ghz(self) -> float | None:
+        clock = _CLOCK.search(self.machine)
+        return float(clock[1]) if clock else self.job.values.get("cpu_frequency")
+
+    @property
+    def finished(self) -> bool:
+        if self._ended or not (self.job.other_program and self._of_job):
+            return self._ended
+        return self._of_job[-1].iteration >= self._of_job[-1].train_iters
 
     @property
     def seconds(self) -> float | None:
@@ -221,8 +271,7 @@ class LogSummary:
         ranks = self.job.ranks
         if run is None or ranks is None:
             return None
-        formula = self.formula if self.job.other_program else "hardware"
-        flops = FORMULAS[formula]
+        flops = FORMULAS[self.formula if self.job.other_program else "hardware"]
         return _median(
             flops(run, i.global_batch_size) / ranks / seconds / 1e12
             for i in self.counted
@@ -233,40 +282,32 @@ class LogSummary:
     def gbs(self) -> int | None:
         return self.counted[-1].global_batch_size if self.counted else None
 
+    # Reading
 
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+    def poll(self) -> bool:
+        """Read new lines; return True if the file has grown. Begin again if a job has overwritten the file."""
+        try:
+            check(
+                os.path.isfile(self.path) or not os.path.exists(self.path),
+                f"{self.path}: is not a regular file: pass a run's log",
+            )
+            with open(self.path, "rb") as file:
+                if os.fstat(file.fileno()).st_size < self._offset:  # overwritten by another job
+                    self._begin()
+                file.seek(self._offset)
+                new = file.read()
+        except OSError as error:
+            raise ValueError(f"{self.path}: {error.strerror}: pass a run's log") from None
+        self._offset += len(new)
+        *whole, self._rest = (self._rest + new).split(b"\n")
+        self.read_lines(line.decode(errors="replace") for line in whole)
+        return bool(new)
 
-
-def exact_seconds(iteration: IterationMetrics) -> float | None:
-    """Return seconds, from samples per second (3 decimals) if the time (2 decimals) is less exact."""
-    seconds = iteration.elapsed_seconds
-    rate = iteration.samples_per_second
-    size = iteration.global_batch_size
-    if rate and size and (seconds is None or 0.005 * rate > 0.0005 * seconds):
-        return size / rate
-    return seconds
-
-
-class LogReader:
-    """Incremental reader of lines; an iteration that is logged again replaces the earlier values."""
-
-    def __init__(self, path: str, job: Job | None = None, formula: str = "hardware") -> None:
-        self.path = path
-        self.job = job or Job(other_program=True)
-        self.formula = formula
-        self.by_iteration: dict[int, IterationMetrics] = {}
-        self.validations: dict[int, float] = {}
-        self.experts: JsonObject | None = None
-        self._lines = 0
-        self._start("")
-
-    def _start(self, machine: str) -> None:
-        self.machine = machine
-        self._ended = False
-        self._of_job: list[IterationMetrics] = []
-        self._memory: int | None = None
+    def finish(self) -> None:
+        """Read the last line if it is complete but for its end."""
+        if self._rest.rstrip().endswith(b"|") or _PEAK.search(self._rest):
+            self.read_lines([self._rest.decode(errors="replace")])
+            self._rest = b""
 
     def read_lines(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -284,13 +325,13 @@ class LogReader:
         elif "iteration" in line and " | " in line:
             self._read_iteration(line)
         elif (memory := parse_peak_memory([line])) is not None:
-            self._memory = memory
+            self.memory_mib = memory
             self._ended = True
 
     def _read_iteration(self, line: str) -> None:
         if "validation loss at iteration" in line:
             number, loss, _ = parse_validation_line(line)
-            self.validations[number] = loss
+            self._validations[number] = loss
         elif re.search(r"\biteration\s+\d+/", line):
             self._add(parse_line(line))
 
@@ -320,84 +361,22 @@ class LogReader:
                 isinstance(loss := record.get("lm_loss"), float),
                 f"lm_loss is {loss!r:.60}, not float",
             )
-            self.validations[record["iteration"]] = loss
+            self._validations[record["iteration"]] = loss
         elif kind == "experts":
             self.experts = {"kind": kind, **record}
 
     def _add(self, metrics: IterationMetrics) -> None:
         self._of_job.append(metrics)
-        self.by_iteration[metrics.iteration] = metrics
-
-    def summary(self) -> LogSummary:
-        """Return all iterations, and the last job's after warm-up as `counted`."""
-        iterations = tuple(self.by_iteration[number] for number in sorted(self.by_iteration))
-        last = self._of_job[-1] if self._of_job else None
-        last_iteration = (
-            self.job.other_program and last is not None and last.iteration >= last.train_iters
-        )
-        clock = _CLOCK.search(self.machine)
-        return LogSummary(
-            path=self.path,
-            iterations=iterations,
-            validations=tuple(sorted(self.validations.items())),
-            counted=tuple(self._of_job[WARM_UP:] or self._of_job),
-            job=self.job,
-            formula=self.formula,
-            machine=self.machine,
-            experts=self.experts,
-            ghz=float(clock[1]) if clock else self.job.values.get("cpu_frequency"),
-            memory_mib=self._memory,
-            finished=self._ended or last_iteration,
-        )
+        self._by_iteration[metrics.iteration] = metrics
 
 
-class LogFile:
-    """Log file that may grow; an incomplete last line is read later."""
-
-    def __init__(self, path: str, job: Job | None = None, formula: str = "hardware") -> None:
-        self._path = path
-        self._job = job
-        self._formula = formula
-        self._begin()
-
-    def _begin(self) -> None:
-        self.reader = LogReader(self._path, self._job, self._formula)
-        self._offset = 0
-        self._rest = b""
-
-    def poll(self) -> bool:
-        """Read new lines; return True if the file has grown. Begin again if a job has overwritten the file."""
-        try:
-            check(
-                os.path.isfile(self._path) or not os.path.exists(self._path),
-                f"{self._path}: is not a regular file: pass a run's log",
-            )
-            with open(self._path, "rb") as file:
-                if os.fstat(file.fileno()).st_size < self._offset:  # overwritten by another job
-                    self._begin()
-                file.seek(self._offset)
-                new = file.read()
-        except OSError as error:
-            raise ValueError(f"{self._path}: {error.strerror}: pass a run's log") from None
-        self._offset += len(new)
-        *whole, self._rest = (self._rest + new).split(b"\n")
-        self.reader.read_lines(line.decode(errors="replace") for line in whole)
-        return bool(new)
-
-    def finish(self) -> LogSummary:
-        if self._rest.rstrip().endswith(b"|") or _PEAK.search(self._rest):
-            self.reader.read_lines([self._rest.decode(errors="replace")])
-            self._rest = b""
-        return self.reader.summary()
-
-
-def read_log(path: str | Path, job: Job | None = None, formula: str = "hardware") -> LogSummary:
-    """Return a log's summary. job: for other programs' logs. ValueError if unreadable or without iterations."""
-    file = LogFile(str(path), job, formula)
-    file.poll()
-    summary = file.finish()
+def read_log(path: str | Path, job: Job | None = None, formula: str = "hardware") -> RunLog:
+    """Return a log. job: for other programs' logs. ValueError if unreadable or without iterations."""
+    log = RunLog(str(path), job, formula)
+    log.poll()
+    log.finish()
     check(
-        summary.iterations,
+        log.iterations,
         f"{path}: has no line of an iteration ('iteration 1/ 100 | ...'): pass a run's log",
     )
-    return summary
+    return log

@@ -175,23 +175,18 @@ class Search:
             )
         for key, value in arguments.items():
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                arguments[key] = _tap(value, partial(self._input_gradient, call))
+                arguments[key] = _tap(value, partial(self._gradient, call, False))
         result = function(*bound.args, **bound.kwargs)
         results = result if isinstance(result, tuple) else (result,)
         if valid and (count := nonfinite_input or _describe_nonfinite(results)):
             self._found(f"forward of {call.name}", count, produced=not nonfinite_input)
-        tapped = tuple(_tap(each, partial(self._result_gradient, call)) for each in results)
+        tapped = tuple(_tap(each, partial(self._gradient, call, True)) for each in results)
         return tapped if isinstance(result, tuple) else tapped[0]
 
-    def _result_gradient(self, call: _Call, grad: Tensor) -> None:
+    def _gradient(self, call: _Call, of_result: bool, grad: Tensor) -> None:
         self._inspections += 1
         if count := _describe_nonfinite([grad]):
-            call.finite_gradients = False
-            self._found(f"backward of {call.name}", count, produced=False)
-
-    def _input_gradient(self, call: _Call, grad: Tensor) -> None:
-        self._inspections += 1
-        if count := _describe_nonfinite([grad]):
+            call.finite_gradients &= not of_result
             self._found(f"backward of {call.name}", count, produced=call.finite_gradients)
 
     def _found(self, where: str, count: str, produced: bool) -> None:
