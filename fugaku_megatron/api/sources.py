@@ -29,30 +29,32 @@ from ..text.named_files import JsonObject
 from ..training.checkpoints import ForeignModel
 
 
-def find_sources(plan: Plan, world: Comm) -> tuple[Plan, Sources]:
-    """Find the weights of --load or else of --pretrained-checkpoint. Collective; ValueError on every
-    rank.
+def find_sources(plan: Plan, known: Sources, world: Comm) -> tuple[Plan, Sources]:
+    """Add the weights of --load, or else of --pretrained-checkpoint, to a run's other sources. Collective.
+
+    Raise ValueError on every rank.
     """
     output = plan.config.output
     if output.load is not None:
-        return find_in(plan, output.load, world, output.ckpt_step)
+        return find_in(plan, output.load, known, world, ckpt_step=output.ckpt_step)
     if output.pretrained_checkpoint is None:
-        return plan, Sources()
+        return plan, known
     if plan.config.lora.on:
-        return _resumed(plan, world)
-    return find_in(plan, output.pretrained_checkpoint, world, weights_only=True)
+        return _resumed(plan, known, world)
+    return find_in(plan, output.pretrained_checkpoint, known, world, weights_only=True)
 
 
 def find_in(
     plan: Plan,
     directory: str,
+    known: Sources,
     world: Comm,
     ckpt_step: int | None = None,
     weights_only: bool = False,
 ) -> tuple[Plan, Sources]:
     """Find the weights in this program's, Hugging Face's or Megatron-LM's directory. Collective.
 
-    Return the plan whose output flags name the directory, and the sources.
+    Return the plan whose output flags name the directory, and the `known` sources with the weights.
     weights_only: as --finetune; other and converted weights are always loaded so. Raise ValueError
     on every rank.
     """
@@ -64,9 +66,9 @@ def find_in(
             None if begins else on_root(world, lambda: torch_dist_iteration(directory, ckpt_step))
         )
         if iteration is None:
-            return plan, _foreign(run, directory, ckpt_step, world)
+            return plan, _foreign(run, directory, known, world, ckpt_step=ckpt_step)
         output = replace(run.output, load=directory, ckpt_step=iteration)
-        return _resumed(replace(plan, config=replace(run, output=output)), world)
+        return _resumed(replace(plan, config=replace(run, output=output)), known, world)
     step = own[1]
     state = on_root(world, lambda: _state(own[0], step))
     finetune = weights_only or run.output.finetune or bool(state.get("weights_only"))
@@ -76,7 +78,7 @@ def find_in(
     output = replace(
         run.output, load=own[0], ckpt_step=step, finetune=finetune, pretrained_checkpoint=base
     )
-    return _resumed(replace(plan, config=replace(run, output=output)), world)
+    return _resumed(replace(plan, config=replace(run, output=output)), known, world)
 
 
 def _state(directory: str, iteration: int | None) -> JsonObject:
@@ -87,19 +89,24 @@ def _state(directory: str, iteration: int | None) -> JsonObject:
     return state
 
 
-def _resumed(plan: Plan, world: Comm) -> tuple[Plan, Sources]:
+def _resumed(plan: Plan, known: Sources, world: Comm) -> tuple[Plan, Sources]:
     resume = find_checkpoint(plan, world, partial(_open_base, plan.config))
     source = resume.checkpoint or resume.base
-    return plan, Sources(resume, carried=None if source is None else _carried(source))
+    carried = source.carried if isinstance(source, ForeignModel) else None
+    if isinstance(source, Checkpoint):
+        carried = source.directory / CARRIED
+    return plan, replace(known, resume=resume, carried=carried)
 
 
-def _foreign(run: RunConfig, directory: str, ckpt_step: int | None, world: Comm) -> Sources:
+def _foreign(
+    run: RunConfig, directory: str, known: Sources, world: Comm, ckpt_step: int | None
+) -> Sources:
     with everywhere():
         weights = _open_foreign(run, directory, ckpt_step)
     if run.lora.on:
-        base = _foreign_model(directory, weights)
-        return Sources(Resume(base=base))
-    return Sources(weights=weights, carried=weights.carried)
+        resume = Resume(base=_foreign_model(directory, weights))
+        return replace(known, resume=resume, carried=None)
+    return replace(known, weights=weights, carried=weights.carried)
 
 
 def _open_base(
@@ -122,9 +129,3 @@ def _open_foreign(run: RunConfig, directory: str, iteration: int | None) -> Weig
 
 def _foreign_model(directory: str, weights: Weights) -> ForeignModel:
     return ForeignModel(Path(directory), weights.dtypes, weights.read, weights.carried)
-
-
-def _carried(source: Checkpoint | ForeignModel) -> Path | None:
-    if isinstance(source, ForeignModel):
-        return source.carried
-    return source.directory / CARRIED

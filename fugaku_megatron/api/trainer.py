@@ -126,10 +126,8 @@ class Trainer:
             ranks = (self._world.rank,) if self._nodes.leads else ()
             check_writable(local, self._world, "--save-local", ranks=ranks)
         self._timer = runtime.ExitTimer(run.training.exit_duration_in_mins)
-        find = partial(find_sources, world=self._world)
-        plan, sources = resolve_start(plan, self._world, self._nodes, find)
-        self._tokenizer = sources.tokenizer
-        self._assemble(plan, replace(sources, arrays=self._arrays))
+        find = partial(find_sources, known=Sources(arrays=self._arrays), world=self._world)
+        self._assemble(*resolve_start(plan, self._world, self._nodes, find))
 
     # Building ---------------------------------------------------------------------------------------------------------------------
 
@@ -493,9 +491,13 @@ class Trainer:
         """
         self._finish_save()
         plan, sources = find_in(
-            self._plan, os.fspath(directory), self._world, ckpt_step, weights_only
+            self._plan,
+            os.fspath(directory),
+            self._sources,
+            self._world,
+            ckpt_step=ckpt_step,
+            weights_only=weights_only,
         )
-        sources = replace(sources, tokenizer=self._tokenizer, arrays=self._arrays)
         resume = sources.resume
         trainer = self._trainer
         self._weightless = self._run.lora.on
@@ -505,7 +507,7 @@ class Trainer:
             return
         trainer.plan = replace(trainer.plan, config=replace(trainer.run, output=plan.config.output))
         saved = resume.state.get("tokenizer")
-        self._note(*tokenizer_notes(trainer.run, self._tokenizer, saved, self._world))
+        self._note(*tokenizer_notes(trainer.run, sources.tokenizer, saved, self._world))
         load_weights(trainer, sources, self._log)
         if resume.iteration is not None:
             trainer.order = resume.order

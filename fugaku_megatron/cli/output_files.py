@@ -17,30 +17,27 @@ from ..text.written_files import check_link, named_file
 def check_file(flag: str, file: str | Path | None) -> None:
     if file is None:
         return
+    path = Path(file)
     check(str(file) not in ("", "."), f"{flag} {str(file)!r} is not a name: pass a file")
-    try:
-        _check_place(flag, file)
-    except OSError as error:  # e.g. the name is too long, or a folder is closed
-        raise ValueError(f"{flag} {file}: {error.strerror}: pass another file") from None
-
-
-def _check_place(flag: str, file: str | Path) -> None:
-    folder = Path(file).absolute().parent
     check(
         "\0" not in str(file),
         f"{flag} {str(file)!r} holds a zero byte, which no name may: pass another file",
     )
-    check(
-        folder.is_dir(),
-        f"{flag} {file}: {folder} is not a directory: make it, or pass another file",
-    )
-    check(not Path(file).is_dir(), f"{flag} {file} is a directory: pass a file in it")
-    check(
-        not Path(file).is_fifo(),
-        f"{flag} {file} is a FIFO, which would wait for a reader: pass a file",
-    )
-    check_link(file)
-    writable = os.access(file if Path(file).exists() else folder, os.W_OK)
+    try:
+        folder = path.absolute().parent
+        check(
+            folder.is_dir(),
+            f"{flag} {file}: {folder} is not a directory: make it, or pass another file",
+        )
+        check(not path.is_dir(), f"{flag} {file} is a directory: pass a file in it")
+        check(
+            not path.is_fifo(),
+            f"{flag} {file} is a FIFO, which would wait for a reader: pass a file",
+        )
+        check_link(file)
+        writable = os.access(path if path.exists() else folder, os.W_OK)
+    except OSError as error:  # e.g. the name is too long, or a folder is closed
+        raise ValueError(f"{flag} {file}: {error.strerror}: pass another file") from None
     check(writable, f"{flag} {file}: no permission to write there: pass another file")
 
 

@@ -8,13 +8,14 @@ from functools import cached_property
 from .fields import (
     BY_RANK,
     COURSE,
-    FREE,
     LENGTH,
     Requirement,
     cached_hash,
     check,
     check_fields,
     flag,
+    free_option,
+    free_optional,
     of_topic,
     option,
     optional,
@@ -51,10 +52,9 @@ class DataConfig:
     valid_data_path: tuple[str, ...] | None = optional(
         "as --data-path, for validation only", meaning=COURSE
     )
-    data_args_path: str | None = optional("file with the words of --data-path", meaning=FREE)
-    per_split_data_args_path: str | None = optional(
+    data_args_path: str | None = free_optional("file with the words of --data-path")
+    per_split_data_args_path: str | None = free_optional(
         "JSON file with the words of --train-data-path as train, and of --valid-data-path as valid",
-        meaning=FREE,
     )
     split: str = option(
         "969,30,1",
@@ -67,9 +67,8 @@ class DataConfig:
         meaning=COURSE,
         needs="data_path",
     )
-    data_cache_path: str | None = optional(
+    data_cache_path: str | None = free_optional(
         "directory for the index of --data-path (default: next to the data, if it is large)",
-        meaning=FREE,
         differs=BY_RANK,
     )
     mock_data: bool = switch("random tokens instead of --data-path", meaning=COURSE)
@@ -84,45 +83,40 @@ class DataConfig:
         topic=MARKS,
         meaning=COURSE,
     )
-    mean_document_length: int | None = optional(
+    mean_document_length: int | None = free_optional(
         "tokens per document, for estimates of time and FLOPs with "
         "--reset-attention-mask (default: --seq-length)",
-        meaning=FREE,
     )
     skip_samples: tuple[str, ...] | None = optional(
         "samples excluded from training, as FIRST:END ..., without END; skipped samples count as consumed",
         meaning=LENGTH,
     )
-    tokenizer_type: str = option(
+    tokenizer_type: str = free_option(
         "GPT2BPETokenizer",
         "tokenizer of --data-path: GPT2BPETokenizer, HuggingFaceTokenizer, "
         "SentencePieceTokenizer, Llama2Tokenizer, JapaneseSentencePiece, TikTokenizer or NullTokenizer; "
         "without tokenizer files, the tokenizer of the initial model",
-        meaning=FREE,
         needs=TOKENIZER,
     )
-    vocab_file: str | None = optional(
-        "vocab.json of the tokenizer, or a SentencePiece model", meaning=FREE, script="DATA"
+    vocab_file: str | None = free_optional(
+        "vocab.json of the tokenizer, or a SentencePiece model", script="DATA"
     )
-    merge_file: str | None = optional("merges.txt of the tokenizer", meaning=FREE, script="DATA")
-    tokenizer_model: str | None = optional(
+    merge_file: str | None = free_optional("merges.txt of the tokenizer", script="DATA")
+    tokenizer_model: str | None = free_optional(
         "directory of HuggingFaceTokenizer, .model file of SentencePiece, or .json file of "
         "TikTokenizer",
-        meaning=FREE,
         script="TOKENIZER",
     )
-    tiktoken_pattern: str = option(
+    tiktoken_pattern: str = free_option(
         "v2",
         "pattern by which TikTokenizer splits text",
         choices=("v1", "v2"),
-        meaning=FREE,
         needs="tokenizer_type=TikTokenizer",
     )
-    tiktoken_num_special_tokens: int = option(
+    tiktoken_num_special_tokens: int = free_option(
         1000,
         "special tokens of TikTokenizer",
         range=None,
-        meaning=FREE,
         needs="tokenizer_type=TikTokenizer",
     )
     sft: bool = switch(

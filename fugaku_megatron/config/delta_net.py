@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
 
 from .fields import BY_LAYER, SAME, WEIGHTS, Requirement, check, option, optional
-from .layer_kinds import GATED_DELTA_NET, LAYERS, marked_layers
+from .layer_kinds import GATED_DELTA_NET, LAYERS
 
 # Values of --experimental-attention-variant; Megatron-LM has both names.
 VARIANTS = (GATED_DELTA_NET, "gdn")
@@ -98,9 +97,3 @@ class DeltaNetFields:
             f"--experimental-attention-variant {GATED_DELTA_NET} needs either --linear-attention-freq, the layers "
             "with attention, or --layer-types: pass one of them",
         )
-
-    def delta_layers(self, layers: int) -> tuple[bool, ...]:
-        """Return True for each layer that --linear-attention-freq makes a gated delta net."""
-        if self.experimental_attention_variant is None or self.linear_attention_freq is None:
-            return tuple(repeat(False, layers))
-        return marked_layers("linear_attention_freq", self.linear_attention_freq, layers)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .fields import FREE, NOT_NEGATIVE, cached_hash, check, check_fields, option, optional, switch
+from .fields import (
+    NOT_NEGATIVE,
+    cached_hash,
+    check,
+    check_fields,
+    free_option,
+    free_optional,
+    free_switch,
+)
 
 COMPARISON_INTERVAL = 100  # iterations
 
@@ -14,32 +22,28 @@ COMPARISON_INTERVAL = 100  # iterations
 class NumbersConfig:
     """Checks for silent faults; only the replica comparison is on by default."""
 
-    check_weight_hash_across_dp_replicas_interval: int | None = option(
+    check_weight_hash_across_dp_replicas_interval: int | None = free_option(
         COMPARISON_INTERVAL,
         "iterations between bitwise comparisons of replicated state: weights and, without --zero-stage 1, "
         "optimizer states of data-parallel ranks, parameters replicated over tensor-parallel ranks, and tied "
         "embeddings. They are also compared before every save. 0: never",
         range=NOT_NEGATIVE,
-        meaning=FREE,
     )
-    rerun_on_spike: bool = switch(
+    rerun_on_spike: bool = free_switch(
         "rerun an iteration with a loss spike, Inf or NaN before its update, to distinguish a broken "
         "machine (different bits) from a bad batch (the same bits)",
         aliases=("--check-for-spiky-loss",),
-        meaning=FREE,
     )
-    loss_spike_deviations: float = option(
+    loss_spike_deviations: float = free_option(
         6.0,
         "a loss spike exceeds the median of the last 50 losses by more than this many standard "
         "deviations, and by 1 %",
-        meaning=FREE,
         needs="rerun_on_spike",
     )
-    abft: tuple[str, ...] | None = optional(
+    abft: tuple[str, ...] | None = free_optional(
         "layers with checksums of their matmuls, experts included: numbers from 0, or all, which includes the "
         "logits and Muon; attention's own matmuls and routers are not checked. A rank with "
         "wrong matmuls in three iterations of 100 ends the run",
-        meaning=FREE,
     )
 
     def __post_init__(self) -> None:

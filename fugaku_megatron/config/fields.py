@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import MISSING, Field, field, fields
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -173,6 +173,12 @@ def switch(help: str, **traits: Any) -> Any:
     return option(False, help, **traits)
 
 
+# Fields that a run may change when it resumes.
+free_option = partial(option, meaning=FREE)
+free_optional = partial(optional, meaning=FREE)
+free_switch = partial(switch, meaning=FREE)
+
+
 def required(help: str, **traits: Any) -> Any:
     return option(MISSING, help, **traits)
 
@@ -184,11 +190,6 @@ def _requirement(need: str | Requirement) -> Requirement:
     if equals:
         return Requirement(f"{flag(name)} {value}", lambda run: bool(run.values[name] == value))
     return Requirement(flag(name), lambda run: bool(run.values[name]))
-
-
-def _requirements(needs: Any) -> tuple[Requirement, ...]:
-    alone = isinstance(needs, (str, Requirement))
-    return tuple(map(_requirement, (needs,) if alone else needs))
 
 
 def _element_type(annotation: str) -> str:
@@ -205,6 +206,9 @@ def declarations(config: type) -> tuple[Declaration, ...]:
         meta = dict(each.metadata)
         annotation = str(each.type)
         kind = annotation.removesuffix(" | None")
+        needs = meta.pop("needs", ())
+        if isinstance(needs, (str, Requirement)):
+            needs = (needs,)
         if kind.startswith("tuple"):
             kind = _element_type(kind)
             meta.setdefault("nargs", "+")
@@ -215,7 +219,7 @@ def declarations(config: type) -> tuple[Declaration, ...]:
                 kind=TYPES[kind],
                 default=each.default,
                 flags=(flag(each.name), *meta.pop("aliases", ())),
-                needs=_requirements(meta.pop("needs", ())),
+                needs=tuple(map(_requirement, needs)),
                 **meta,
             )
         )

@@ -14,10 +14,11 @@ from itertools import product
 from .fields import (
     COURSE,
     FRACTION,
-    FREE,
     cached_hash,
     check,
     check_fields,
+    free_option,
+    free_optional,
     option,
     optional,
     switch,
@@ -57,11 +58,10 @@ TARGETS = tuple(dict.fromkeys((ALL_LINEAR, *_NAMES, *_FUSED, *MATRICES)))
 class LoraConfig:
     """Low-rank adapters: the model's weights are frozen, and small matrices next to them are trained."""
 
-    lora_rank: int | None = optional(
+    lora_rank: int | None = free_optional(
         "train only adapters of this rank; the model's weights come from "
         "--pretrained-checkpoint, or from --finetune --load (default: all weights are trained)",
         maximum=2**16,
-        meaning=FREE,
     )
     lora_alpha: float = option(
         8.0, "scale adapters by this / rank", meaning=COURSE, needs="lora_rank"
@@ -69,13 +69,12 @@ class LoraConfig:
     lora_dropout: float = option(
         0.0, "dropout of the adapters' input", range=FRACTION, meaning=COURSE, needs="lora_rank"
     )
-    lora_target: str = option(
+    lora_target: str = free_option(
         ALL_LINEAR,
         "matrices with an adapter, separated by commas: q_proj, k_proj, v_proj, o_proj, gate_proj, "
         "up_proj, down_proj as in peft, and of gated delta nets in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, out_proj; "
         "linear_qkv, linear_proj, linear_fc1, linear_fc2, in_proj, with one adapter for all their matrices; in_proj_qkvz, "
         "in_proj_ba with one for two of them, as in Qwen3-Next; or all-linear, all of peft's",
-        meaning=FREE,
         needs="lora_rank",
     )
     lora_base_format: str | None = optional(

@@ -18,7 +18,6 @@ from .fields import (
     CONSTANT,
     COURSE,
     FRACTION,
-    FREE,
     OTHER_WEIGHTS,
     OWN_FORM,
     SAME,
@@ -28,6 +27,8 @@ from .fields import (
     check,
     check_fields,
     flag,
+    free_option,
+    free_optional,
     of_topic,
     option,
     optional,
@@ -141,16 +142,14 @@ class ModelConfig(ExpertFields, DeltaNetFields):
         meaning=WEIGHTS,
         megatron=OWN_FORM,
     )
-    make_vocab_size_divisible_by: int = option(
+    make_vocab_size_divisible_by: int = free_option(
         128,
         "pad the vocabulary to a multiple of this x tensor-parallel size",
-        meaning=FREE,
         megatron=OWN_FORM,
     )
-    padded_vocab_size: int | None = optional(
+    padded_vocab_size: int | None = free_optional(
         "rows of the padded vocabulary, instead of --make-vocab-size-divisible-by",
         maximum=2**26,
-        meaning=FREE,
         megatron=OWN_FORM,
     )
     mask_vocab_padding: str = option(
@@ -161,8 +160,8 @@ class ModelConfig(ExpertFields, DeltaNetFields):
         meaning=COURSE,
         megatron=OWN_FORM,
     )
-    init_method_std: float = option(
-        0.02, "standard deviation of the initial weights", meaning=FREE, megatron=SAME
+    init_method_std: float = free_option(
+        0.02, "standard deviation of the initial weights", megatron=SAME
     )
     normalization: str = weight_field(
         "LayerNorm",
@@ -656,8 +655,11 @@ class ModelConfig(ExpertFields, DeltaNetFields):
 
     @cached_property
     def _mixers(self) -> tuple[str | None, ...]:
+        freq = self.linear_attention_freq
+        if self._symbols is None and (self.experimental_attention_variant is None or freq is None):
+            return tuple(repeat(ATTENTION, self.num_layers))
         if self._symbols is None:
-            delta = self.delta_layers(self.num_layers)
+            delta = marked_layers("linear_attention_freq", freq, self.num_layers)
             return tuple(GATED_DELTA_NET if layer else ATTENTION for layer in delta)
         by_symbol = {row.symbol: name for name, row in MIXERS.items()}
         return tuple(by_symbol.get(symbols[0]) for symbols in self._symbols)

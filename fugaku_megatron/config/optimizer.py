@@ -9,7 +9,6 @@ from .decay_shapes import LEARNING_RATE, SHAPES, WEIGHT_DECAY, WSD
 from .fields import (
     COURSE,
     FRACTION,
-    FREE,
     NOT_NEGATIVE,
     Requirement,
     RowNames,
@@ -17,9 +16,10 @@ from .fields import (
     check,
     check_fields,
     flag,
+    free_option,
+    free_switch,
     option,
     optional,
-    switch,
 )
 from .rules import check_rules
 
@@ -230,50 +230,42 @@ class OptimizerConfig:
     adam_beta1: float = option(0.9, "decay of the first moment", range=FRACTION, meaning=COURSE)
     adam_beta2: float = option(0.999, "decay of the second moment", range=FRACTION, meaning=COURSE)
     adam_eps: float = option(1e-8, "added to the root of the second moment", meaning=COURSE)
-    use_precision_aware_optimizer: bool = switch(
+    use_precision_aware_optimizer: bool = free_switch(
         "store AdamW's moments in the formats of --exp-avg-dtype and --exp-avg-sq-dtype",
-        meaning=FREE,
     )
-    main_params_dtype: str = option(
+    main_params_dtype: str = free_option(
         "fp32",
         "bf16: no FP32 master weights; AdamW updates in FP32 and rounds each weight to BF16 "
         "stochastically; with --bf16",
         choices=("fp32", "bf16"),
-        meaning=FREE,
     )
-    exp_avg_dtype: str = option(
+    exp_avg_dtype: str = free_option(
         "fp32",
         "with --use-precision-aware-optimizer, storage format of the first moment: fp32, "
         "bf16, or int8 with a scale per block of at most 256, rounded to nearest; AdamW computes in FP32",
         choices=MOMENT_DTYPES,
-        meaning=FREE,
     )
-    exp_avg_sq_dtype: str = option(
+    exp_avg_sq_dtype: str = free_option(
         "fp32",
         "the same for the second moment, rounded stochastically, but equally in every layout",
         choices=MOMENT_DTYPES,
-        meaning=FREE,
     )
-    override_opt_param_scheduler: bool = switch(
+    override_opt_param_scheduler: bool = free_switch(
         "on resuming, learning rate and weight decay follow this command line; also the "
         "default, with a note of differences from the checkpoint",
         aliases=("--override-opt_param-scheduler", "--override-lr-scheduler"),
-        meaning=FREE,
     )
-    use_checkpoint_opt_param_scheduler: bool = switch(
+    use_checkpoint_opt_param_scheduler: bool = free_switch(
         "on resuming, learning rate and weight decay follow the checkpoint's "
         "schedule instead of this command line",
         aliases=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-lr-scheduler"),
-        meaning=FREE,
     )
-    no_load_lr_state: bool = switch(
+    no_load_lr_state: bool = free_switch(
         "on resuming, restart the schedules of learning rate and weight decay",
-        meaning=FREE,
         needs="load",
     )
-    no_load_optim: bool = switch(
+    no_load_optim: bool = free_switch(
         "on resuming, load only the weights: moments, loss scale and schedule restart",
-        meaning=FREE,
         needs="load",
     )
 

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 from .fields import (
     BY_RANK,
-    FREE,
     cached_hash,
     check,
     check_fields,
+    free_option,
+    free_optional,
+    free_switch,
     is_unicode,
-    option,
-    optional,
-    switch,
 )
 from .rules import check_rules
 from .span_groups import span_groups
@@ -38,194 +37,166 @@ def default_log_interval(iterations: int) -> int:
 class OutputConfig:
     """Checkpoints and logs."""
 
-    save: str | None = optional(
+    save: str | None = free_optional(
         "directory for checkpoints",
         path="directory",
-        meaning=FREE,
         library="pass the directory to Trainer.save",
         script="SAVE",
     )
-    load: str | None = optional(
+    load: str | None = free_optional(
         "directory to resume from; without a checkpoint in it the run starts anew",
         path="directory",
-        meaning=FREE,
         script="SAVE",
     )
-    finetune: bool = switch(
+    finetune: bool = free_switch(
         "load only the weights of --load: iteration 0, new optimizer state, data from the start",
-        meaning=FREE,
         needs="load",
     )
-    pretrained_checkpoint: str | None = optional(
+    pretrained_checkpoint: str | None = free_optional(
         "if --load has no checkpoint, start from the weights in this directory as with --finetune",
         path="directory",
-        meaning=FREE,
     )
-    exit_on_missing_checkpoint: bool = switch(
+    exit_on_missing_checkpoint: bool = free_switch(
         "exit if --load has no checkpoint, even if it is also --save, which a first start fills",
-        meaning=FREE,
     )
-    use_checkpoint_args: bool = switch(
-        "use the model of the checkpoint in --load instead of this command line's", meaning=FREE
+    use_checkpoint_args: bool = free_switch(
+        "use the model of the checkpoint in --load instead of this command line's"
     )
-    ignore_saved_arguments: tuple[str, ...] | None = optional(
+    ignore_saved_arguments: tuple[str, ...] | None = free_optional(
         "arguments in a checkpoint of a fork of Megatron-LM that do not change the model",
-        meaning=FREE,
     )
-    ckpt_step: int | None = optional("load this iteration instead of the latest", meaning=FREE)
-    save_interval: int | None = optional(
+    ckpt_step: int | None = free_optional("load this iteration instead of the latest")
+    save_interval: int | None = free_optional(
         "iterations between checkpoints (default: only at the end)",
         aliases=("--persistent-save-interval",),
-        meaning=FREE,
         needs="save",
         library=_SAVE,
     )
-    save_retain_interval: int | None = optional(
+    save_retain_interval: int | None = free_optional(
         "keep checkpoints of iterations divisible by this, and the last one; others are "
         "removed after a save (default: all are kept)",
-        meaning=FREE,
         needs="save",
     )
-    no_save_optim: bool = switch(
+    no_save_optim: bool = free_switch(
         "save the weights without optimizer state: loading the checkpoint needs --no-load-optim or "
         "--finetune",
-        meaning=FREE,
         needs="save",
     )
-    save_interval_in_mins: float | None = optional(
+    save_interval_in_mins: float | None = free_optional(
         "minutes between checkpoints, by the clock of rank 0",
-        meaning=FREE,
         needs="save",
         library=_SAVE,
     )
-    keep_last: int | None = optional(
+    keep_last: int | None = free_optional(
         "checkpoints to keep in --save; older ones are removed after a save (default: all)",
-        meaning=FREE,
         needs="save",
     )
-    save_local: str | None = optional(
+    save_local: str | None = free_optional(
         "directory on a local disk of each node: checkpoints are written there first and copied to --save "
         "during the run; the newest complete checkpoint of both is loaded",
         path="directory",
-        meaning=FREE,
         needs="save",
         differs=BY_RANK,
     )
-    async_save: bool = switch(
-        "copy a checkpoint to memory and write it during training", meaning=FREE, needs="save"
+    async_save: bool = free_switch(
+        "copy a checkpoint to memory and write it during training", needs="save"
     )
-    log_interval: int | None = optional(
+    log_interval: int | None = free_optional(
         "iterations between log lines (default: the longest of 1, 2, 5, 10, 20, 50 and 100 with 20 lines or more in the "
         "whole run)",
-        meaning=FREE,
         library=_PRINT,
     )
-    log_live: str = option(
+    log_live: str = free_option(
         "auto",
         "one live line with loss, tokens/s and time left instead of log lines; auto: on a terminal, also "
         "below mpiexec",
         choices=("auto", "on", "off"),
-        meaning=FREE,
         library=_PRINT,
     )
-    log_file: str | None = optional(
+    log_file: str | None = free_optional(
         "file to which the run's log is appended, whether or not it is printed",
         path="file",
-        meaning=FREE,
         differs=BY_RANK,
         library=_PRINT,
     )
-    log_ranks: str | None = optional(
+    log_ranks: str | None = free_optional(
         "file for the time breakdown of every rank in each log interval, for "
         "fugaku-megatron log --ranks",
         path="file",
-        meaning=FREE,
         differs=BY_RANK,
         library="only the command watches the time of every rank",
     )
-    tensorboard_dir: str | None = optional(
+    tensorboard_dir: str | None = free_optional(
         "directory for TensorBoard events",
         path="directory",
-        meaning=FREE,
         differs=BY_RANK,
         library="write the fields of Step with torch.utils.tensorboard",
     )
-    wandb_project: str | None = optional(
+    wandb_project: str | None = free_optional(
         "project of Weights & Biases for the metrics of the log; without a network they "
         "are stored for `wandb sync`",
-        meaning=FREE,
         library="pass the fields of Step to wandb.log",
     )
-    wandb_exp_name: str | None = optional(
+    wandb_exp_name: str | None = free_optional(
         "name of the run in Weights & Biases",
         aliases=("--wandb-name",),
-        meaning=FREE,
         needs="wandb_project",
         library=_WANDB,
     )
-    wandb_entity: str | None = optional(
-        "user or team in Weights & Biases", meaning=FREE, needs="wandb_project", library=_WANDB
+    wandb_entity: str | None = free_optional(
+        "user or team in Weights & Biases", needs="wandb_project", library=_WANDB
     )
-    wandb_save_dir: str | None = optional(
+    wandb_save_dir: str | None = free_optional(
         "directory for files of Weights & Biases (default: below --save, or here)",
-        meaning=FREE,
         differs=BY_RANK,
         library=_WANDB,
     )
-    otel_enabled: bool = switch(
+    otel_enabled: bool = free_switch(
         "export the figures of the log and spans of the run by OTLP from rank 0, with Megatron-LM's names; "
         "OTEL_EXPORTER_OTLP_ENDPOINT is the collector's address",
-        meaning=FREE,
         library="export the fields of Step with opentelemetry",
     )
-    otel_service_name: str | None = optional(
+    otel_service_name: str | None = free_optional(
         "service.name of the export (default: OTEL_SERVICE_NAME, or megatron-lm)",
-        meaning=FREE,
         needs="otel_enabled",
         library="pass it to opentelemetry's Resource",
     )
-    otel_span_groups: str = option(
+    otel_span_groups: str = free_option(
         "default",
         "groups of spans to export, separated by commas: default, per_step, all, or names of groups",
-        meaning=FREE,
         needs="otel_enabled",
         library="only the command has spans",
     )
-    log_params_norm: bool = switch("log the norm of the weights", meaning=FREE)
-    log_num_zeros_in_grad: bool = switch("log the number of zero gradient elements", meaning=FREE)
-    profile: bool = switch(
+    log_params_norm: bool = free_switch("log the norm of the weights")
+    log_num_zeros_in_grad: bool = free_switch("log the number of zero gradient elements")
+    profile: bool = free_switch(
         "time every operation in some iterations: a table in the log, a trace for Perfetto in --profile-dir",
-        meaning=FREE,
         library=_PROFILES,
     )
-    profile_step_start: int = option(
+    profile_step_start: int = free_option(
         3,
         "first profiled iteration after this start",
-        meaning=FREE,
         needs="profile",
         library=_PROFILES,
     )
-    profile_step_end: int = option(
+    profile_step_end: int = free_option(
         5,
         "the iteration after the last profiled one",
         range=None,
-        meaning=FREE,
         needs="profile",
         library=_PROFILES,
     )
-    profile_ranks: tuple[int, ...] = option(
+    profile_ranks: tuple[int, ...] = free_option(
         (0,),
         "ranks whose kernels and messages are profiled; the instructions of rank 0's pipeline "
         "always are",
-        meaning=FREE,
         needs="profile",
         library=_PROFILES,
     )
-    profile_dir: str = option(
+    profile_dir: str = free_option(
         "profile",
         "directory for traces: trace.json contains all profiled ranks",
         path="directory",
-        meaning=FREE,
         needs="profile",
         differs=BY_RANK,
         library=_PROFILES,

@@ -15,16 +15,15 @@ from ..pipeline.schedule_names import (
     splitting_backward,
 )
 from .fields import (
-    FREE,
     Requirement,
     RowNames,
     cached_hash,
     check,
     check_fields,
     flag,
-    option,
-    optional,
-    switch,
+    free_option,
+    free_optional,
+    free_switch,
 )
 from .rules import check_rules
 
@@ -43,24 +42,21 @@ TENSOR_PARALLEL = Requirement("--tensor-model-parallel-size above 1", lambda run
 class MatrixRanks:
     """Ranks that share matrices: tensor- and expert-parallel sizes."""
 
-    tensor_model_parallel_size: int = option(
+    tensor_model_parallel_size: int = free_option(
         1,
         "ranks that share each layer's matrices (TP)",
         aliases=("--model-parallel-size",),
         maximum=2**16,
-        meaning=FREE,
     )
-    expert_model_parallel_size: int = option(
+    expert_model_parallel_size: int = free_option(
         1,
         "ranks with different experts (EP): tokens are dispatched to their experts' ranks and combined "
         "on return; data-parallel ranks, and with --expert-tensor-parallel-size 1 also tensor-parallel ranks",
         maximum=2**12,
-        meaning=FREE,
     )
-    expert_tensor_parallel_size: int | None = optional(
+    expert_tensor_parallel_size: int | None = free_optional(
         "ranks that share each expert's matrices: 1, or the tensor-parallel size (default)",
         maximum=2**16,
-        meaning=FREE,
     )
 
     def _check_expert_ranks(self, sequence_parallel: bool) -> None:
@@ -96,83 +92,75 @@ class MatrixRanks:
 class ParallelConfig(MatrixRanks):
     """Parallel layout; the data-parallel size is world size / (TP x PP x CP)."""
 
-    pipeline_model_parallel_size: int = option(
-        1, "pipeline stages (PP)", aliases=("--pipe-parallel-size",), meaning=FREE
+    pipeline_model_parallel_size: int = free_option(
+        1, "pipeline stages (PP)", aliases=("--pipe-parallel-size",)
     )
-    pipeline_split: str = option(
+    pipeline_split: str = free_option(
         "balanced",
         "layers of each stage, such as 9,3, or of each model chunk in the order of the model; balanced: stages "
         "of equal cost, the logits counted; even: equal numbers of layers",
-        meaning=FREE,
     )
-    decoder_first_pipeline_num_layers: int | None = optional(
-        "layers of the first stage; the others share the rest", meaning=FREE
+    decoder_first_pipeline_num_layers: int | None = free_optional(
+        "layers of the first stage; the others share the rest"
     )
-    decoder_last_pipeline_num_layers: int | None = optional(
-        "layers of the last stage; the others share the rest", meaning=FREE
+    decoder_last_pipeline_num_layers: int | None = free_optional(
+        "layers of the last stage; the others share the rest"
     )
-    pipeline_schedule: str | None = optional(
+    pipeline_schedule: str | None = free_optional(
         "order of forwards and backwards: 1f1b; interleaved over several model chunks "
         "per stage; zb-h1 and zbv split backward, so that weight gradients fill idle time; zbv has "
         "two model chunks per stage in a V; auto: the schedule with the least modelled time that fits "
         "into memory (default: interleaved with virtual stages, else 1f1b)",
         choices=RowNames(SCHEDULES, AUTO),
         topic=SCHEDULE,
-        meaning=FREE,
     )
-    num_virtual_stages_per_pipeline_rank: int | None = optional(
-        "model chunks per stage of an interleaved or zb-h1 schedule", topic=SCHEDULE, meaning=FREE
+    num_virtual_stages_per_pipeline_rank: int | None = free_optional(
+        "model chunks per stage of an interleaved or zb-h1 schedule", topic=SCHEDULE
     )
-    num_layers_per_virtual_pipeline_stage: int | None = optional(
-        "layers of a model chunk of an interleaved or zb-h1 schedule", topic=SCHEDULE, meaning=FREE
+    num_layers_per_virtual_pipeline_stage: int | None = free_optional(
+        "layers of a model chunk of an interleaved or zb-h1 schedule", topic=SCHEDULE
     )
-    zero_bubble_max_pending_backward: int | None = optional(
+    zero_bubble_max_pending_backward: int | None = free_optional(
         "micro-batches with postponed weight gradients on a stage of zb-h1 or zbv: a larger number "
         "means less idle time and more memory (default: the number of stages, as 1f1b)",
-        meaning=FREE,
     )
-    context_parallel_size: int = option(
-        1, "ranks that share each sequence (CP)", maximum=2**16, meaning=FREE
+    context_parallel_size: int = free_option(
+        1, "ranks that share each sequence (CP)", maximum=2**16
     )
-    cp_comm_type: tuple[str, ...] | None = optional(
+    cp_comm_type: tuple[str, ...] | None = free_optional(
         "communication of attention between context-parallel ranks, one value or one per layer: p2p, a ring of keys and values, "
         "overlapped with attention; allgather, keys and values of all ranks at once; a2a, sequence blocks for heads; a2a+p2p, the "
         "program chooses (default: p2p if these ranks are on several nodes and attention is not restricted to documents; else a2a "
         "if TP x CP divides the heads, and one of CP and a rank's query groups divides the other; else p2p)",
-        meaning=FREE,
     )
-    sequence_parallel: bool = switch(
+    sequence_parallel: bool = free_switch(
         "norms, dropout and residuals on 1/TP of the sequence, to save activation memory",
-        meaning=FREE,
         needs=TENSOR_PARALLEL,
     )
-    tp_comm_overlap: bool = switch(
+    tp_comm_overlap: bool = free_switch(
         "with --sequence-parallel: send activations in blocks, overlapped with their matmuls",
-        meaning=FREE,
         needs=TENSOR_PARALLEL,
     )
-    zero_stage: int = option(
+    zero_stage: int = free_option(
         0,
         "1: shard the optimizer state over data-parallel ranks (ZeRO-1); 2 and 3 of DeepSpeed mean 1: "
         "gradients and weights are not sharded, and training is the same",
         choices=(0, 1, 2, 3),
         switches={"--use-distributed-optimizer": 1},
         range=None,
-        meaning=FREE,
     )
-    overlap_grad_reduce: bool = switch(
-        "reduce gradients in buckets, overlapped with the backward of earlier layers", meaning=FREE
+    overlap_grad_reduce: bool = free_switch(
+        "reduce gradients in buckets, overlapped with the backward of earlier layers"
     )
-    overlap_param_gather: bool = switch(
-        "gather ZeRO-1's weight shards in buckets, overlapped with the next forward", meaning=FREE
+    overlap_param_gather: bool = free_switch(
+        "gather ZeRO-1's weight shards in buckets, overlapped with the next forward"
     )
-    ddp_bucket_size: int | None = optional(
+    ddp_bucket_size: int | None = free_optional(
         "minimum elements of a bucket (default: 40,000,000, or 1,000,000 x "
         "data-parallel size if that is more; without data parallelism one layer)",
-        meaning=FREE,
     )
-    grad_reduce_in_bf16: bool = switch(
-        "send gradients in BF16, half the bytes; accumulate and reduce them in FP32", meaning=FREE
+    grad_reduce_in_bf16: bool = free_switch(
+        "send gradients in BF16, half the bytes; accumulate and reduce them in FP32"
     )
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from .fields import COURSE, FREE, cached_hash, check_fields, option, optional, switch
+from .fields import COURSE, cached_hash, check_fields, free_option, optional, switch
 from .rules import check_rules
 
 
@@ -21,16 +21,12 @@ class PrecisionConfig:
     loss_scale: float | None = optional(
         "fixed loss scale for FP16 (default: dynamic)", meaning=COURSE, needs="fp16"
     )
-    initial_loss_scale: float = option(
-        2.0**32, "initial dynamic loss scale", meaning=FREE, needs="fp16"
+    initial_loss_scale: float = free_option(2.0**32, "initial dynamic loss scale", needs="fp16")
+    min_loss_scale: float = free_option(1.0, "minimum of the dynamic loss scale", needs="fp16")
+    loss_scale_window: int = free_option(
+        1000, "iterations without overflow before the scale doubles", needs="fp16"
     )
-    min_loss_scale: float = option(
-        1.0, "minimum of the dynamic loss scale", meaning=FREE, needs="fp16"
-    )
-    loss_scale_window: int = option(
-        1000, "iterations without overflow before the scale doubles", meaning=FREE, needs="fp16"
-    )
-    hysteresis: int = option(2, "overflows before the scale halves", meaning=FREE, needs="fp16")
+    hysteresis: int = free_option(2, "overflows before the scale halves", needs="fp16")
 
     def __post_init__(self) -> None:
         check_fields(self)

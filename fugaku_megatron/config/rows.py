@@ -108,12 +108,8 @@ class ActivationPart:
     parameters: Mapping[str, float] = field(default_factory=dict)
 
 
-def inverse_softplus(x: float) -> float:
-    return math.log(math.expm1(x))
-
-
 _FUNCTIONS = "fugaku_megatron.nn.ops.activation"
-# xIELU's parameters and their softplus in the beginning (Huang and Schlag 2024, arXiv:2411.13010).
+# xIELU's parameters and their softplus in the beginning, whose inverse is log(exp(x) - 1) (Huang and Schlag 2024, arXiv:2411.13010).
 XIELU = {"alpha_p": 0.8, "alpha_n": 0.3}
 ACTIVATIONS = {
     "swiglu": ActivationPart(
@@ -131,7 +127,7 @@ ACTIVATIONS = {
     "xielu": ActivationPart(
         functions=f"{_FUNCTIONS}:XIELU",
         flag="xielu",
-        parameters={name: inverse_softplus(start) for name, start in XIELU.items()},
+        parameters={name: math.log(math.expm1(start)) for name, start in XIELU.items()},
     ),
     "squared_relu": ActivationPart(
         functions=f"{_FUNCTIONS}:SQUARED_RELU",

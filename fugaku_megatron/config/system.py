@@ -8,10 +8,12 @@ from functools import cached_property
 from .fields import (
     BY_RANK,
     COURSE,
-    FREE,
     cached_hash,
     check,
     check_fields,
+    free_option,
+    free_optional,
+    free_switch,
     option,
     optional,
     switch,
@@ -28,11 +30,10 @@ MAX_FP16_SUM_LENGTH = 65536
 class SystemConfig:
     """Use of the machine."""
 
-    kernels: str = option(
+    kernels: str = free_option(
         "auto",
         "native: the C++ kernels; torch: torch's kernels; auto: the faster ones for this run's shapes",
         choices=("auto", "native", "torch"),
-        meaning=FREE,
     )
     fp16_accumulation_chunk: int | None = optional(
         "with --fp16, sum this many terms of a linear layer in FP16 before adding in FP32: faster if the CPU has FP16 "
@@ -65,41 +66,36 @@ class SystemConfig:
         topic=INT8,
         meaning=COURSE,
     )
-    cache_packed_weights: bool = switch(
+    cache_packed_weights: bool = free_switch(
         "cache the packed weights of the matrix kernels between optimizer steps: "
         "faster with several micro-batches per step, at the cost of two more copies of the weights",
-        meaning=FREE,
     )
-    allocator: str = option(
+    allocator: str = free_option(
         "tuned",
         "tuned: the process keeps freed tensor memory for reuse; stock: unchanged malloc. A preloaded "
         "allocator (LD_PRELOAD) is used in both cases",
         choices=("tuned", "stock"),
-        meaning=FREE,
         differs=BY_RANK,
         library=_INIT,
     )
-    thread_affinity: str = option(
+    thread_affinity: str = free_option(
         "auto",
         "pin: one core for each thread, in NUMA order; none: the system places threads; auto: "
         "pin on nodes of several NUMA domains",
         choices=("auto", "pin", "none"),
-        meaning=FREE,
         differs=BY_RANK,
         library=_INIT,
     )
-    cpu_frequency: float | None = optional(
+    cpu_frequency: float | None = free_optional(
         "clock in GHz: set if the system permits; the run is refused if the cores run at another clock",
-        meaning=FREE,
         differs=BY_RANK,
         library=_INIT,
     )
-    hang_timeout_in_secs: float | None = optional(
+    hang_timeout_in_secs: float | None = free_optional(
         "seconds without progress before a rank is reported as hung and the job "
         "ends; 0: never (default: 10 times the slowest iteration, or EP times above EP 10, "
         "at least 60; 600 at the start and in a save)",
         range=None,
-        meaning=FREE,
         library="only the command watches for hangs",
     )
 

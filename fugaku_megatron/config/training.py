@@ -16,10 +16,12 @@ from .fields import (
     cached_hash,
     check,
     check_fields,
+    free_option,
+    free_optional,
+    free_switch,
     option,
     optional,
     required,
-    switch,
 )
 from .rules import check_rules
 from .sample_rules import StepSizes
@@ -110,43 +112,33 @@ class TrainingConfig:
             "lr_warmup_iters",
         ),
     )
-    exit_interval: int | None = optional(
-        "save and exit after an iteration divisible by this", meaning=FREE
+    exit_interval: int | None = free_optional("save and exit after an iteration divisible by this")
+    exit_duration_in_mins: float | None = free_optional(
+        "save and exit after this many minutes", script="MARGIN"
     )
-    exit_duration_in_mins: float | None = optional(
-        "save and exit after this many minutes", meaning=FREE, script="MARGIN"
+    eval_interval: int = free_option(1000, "iterations between evaluations on the validation split")
+    eval_iters: int = free_option(100, "batches per evaluation; 0: none", range=NOT_NEGATIVE)
+    eval_global_batch_size: int | None = free_optional(
+        "samples per evaluation batch (default: --global-batch-size)", maximum=2**24
     )
-    eval_interval: int = option(
-        1000, "iterations between evaluations on the validation split", meaning=FREE
-    )
-    eval_iters: int = option(
-        100, "batches per evaluation; 0: none", range=NOT_NEGATIVE, meaning=FREE
-    )
-    eval_global_batch_size: int | None = optional(
-        "samples per evaluation batch (default: --global-batch-size)", maximum=2**24, meaning=FREE
-    )
-    eval_micro_batch_size: int | None = optional(
+    eval_micro_batch_size: int | None = free_optional(
         "samples per rank and forward pass in evaluations (default: --micro-batch-size)",
         maximum=2**16,
-        meaning=FREE,
     )
-    full_validation: bool = switch(
+    full_validation: bool = free_switch(
         "evaluate on the whole validation data once, regardless of --eval-iters; samples "
         "that do not fill the last batch are excluded",
-        meaning=FREE,
     )
-    multiple_validation_sets: bool = switch(
+    multiple_validation_sets: bool = free_switch(
         "with --full-validation, each prefix of the validation data is a separate set "
         "with its own log line",
-        meaning=FREE,
         library="evaluate returns one loss: make a Trainer for each set",
     )
-    start_eval_at_iter: int | None = optional(
-        "no evaluation before this iteration", range=None, meaning=FREE
+    start_eval_at_iter: int | None = free_optional(
+        "no evaluation before this iteration", range=None
     )
-    skip_train: bool = switch(
+    skip_train: bool = free_switch(
         "do not train, only evaluate on the validation data",
-        meaning=FREE,
         library="call Trainer.evaluate without steps",
     )
     seed: int = option(
@@ -156,49 +148,43 @@ class TrainingConfig:
         range=None,
         meaning=COURSE,
     )
-    recompute_granularity: str | None = optional(
+    recompute_granularity: str | None = free_optional(
         "recompute in backward: whole layers (full) or attention only (selective)",
         choices=("full", "selective"),
         switches={"--checkpoint-activations": "full", "--recompute-activations": "selective"},
         topic=RECOMPUTE,
-        meaning=FREE,
         differs=BY_STAGE,
     )
-    recompute_method: str = option(
+    recompute_method: str = free_option(
         "uniform",
         "full recompute of all layers in groups (uniform) or of the first ones (block)",
         choices=("uniform", "block"),
         topic=RECOMPUTE,
-        meaning=FREE,
         needs="recompute_granularity=full",
         differs=BY_STAGE,
     )
-    recompute_num_layers: int = option(
+    recompute_num_layers: int = free_option(
         1,
         "uniform: layers per group; block: recomputed layers per model chunk",
         aliases=("--checkpoint-num-layers", "--activations-checkpoint-num-layers"),
         topic=RECOMPUTE,
-        meaning=FREE,
         needs="recompute_granularity=full",
         differs=BY_STAGE,
     )
-    recompute_part_layers: tuple[int, ...] | None = optional(
-        "recomputed layers of each model chunk, in the model's order", topic=RECOMPUTE, meaning=FREE
+    recompute_part_layers: tuple[int, ...] | None = free_optional(
+        "recomputed layers of each model chunk, in the model's order", topic=RECOMPUTE
     )
-    recompute_auto: bool = switch(
+    recompute_auto: bool = free_switch(
         "recompute as few layers of each stage and chunk as fit into memory",
-        meaning=FREE,
     )
-    memory_per_rank: int | None = optional(
+    memory_per_rank: int | None = free_optional(
         "MiB per rank for choices that depend on memory (default: the rank's share of 90 % of "
         "the node's memory; in a dry run 90 % of this node's memory)",
-        meaning=FREE,
         needs=MEMORY_CHOICE,
     )
-    use_flush_denormal: bool = option(
+    use_flush_denormal: bool = free_option(
         True,
         "flush denormals to zero in every thread (on by default)",
-        meaning=FREE,
         library="pass it to init, where its name is flush_denormals",
     )
 

@@ -268,7 +268,8 @@ def requested(script: Script, group: str | None, files: bool) -> Request:
     line = script.line("-L", "elapse")
     check(elapse, f"line {line}: no elapse time: add elapse=HH:MM:SS")
     with about(f"line {line}"):
-        seconds = limits.min_seconds(elapse)
+        # elapse=FROM-TO of spot groups guarantees the smaller value.
+        seconds = min(map(limits.seconds, elapse.split("-")))
     return Request(
         script=script,
         nodes=nodes,

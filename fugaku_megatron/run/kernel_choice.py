@@ -25,21 +25,18 @@ class Choice:
 
 def build_ops(run: RunConfig, backends: Mapping[str, str], library: Any = kernels) -> Ops:
     """library: the C++ kernels, or a profiler around them"""
+    system = run.system
+    int8 = None
+    if system.int8:
+        int8 = Int8(system.int8_wgrad, system.int8_head, system.int8_stochastic_rounding)
     return Ops.build(
         backends,
-        fp16_sum_length=run.system.fp16_accumulation_chunk or 0,
-        bf16x3=run.system.splits_fp32,
-        int8=int8_of(run),
-        keep_packed_weights=run.system.cache_packed_weights,
+        fp16_sum_length=system.fp16_accumulation_chunk or 0,
+        bf16x3=system.splits_fp32,
+        int8=int8,
+        keep_packed_weights=system.cache_packed_weights,
         kernels=library,
     )
-
-
-def int8_of(run: RunConfig) -> Int8 | None:
-    system = run.system
-    if not system.int8:
-        return None
-    return Int8(system.int8_wgrad, system.int8_head, system.int8_stochastic_rounding)
 
 
 def choose_kernels(plan: Plan, world: Comm, saved: dict[str, str] | None = None) -> Choice:

@@ -67,7 +67,7 @@ class Session:
         if model.num_experts:
             experts = ExpertWatch(model, self.writer, self.trainer.layout.ep)
             self.observers = (*self.observers, experts)
-        self._await_save()
+        self.save_timer = runtime.ExitTimer(self.config.output.save_interval_in_mins)
 
     @property
     def iteration(self) -> int:
@@ -357,15 +357,12 @@ class Session:
             reason = "--exit-duration-in-mins is over"
         return reason, bool(due), not writing
 
-    def _await_save(self) -> None:
-        self.save_timer = runtime.ExitTimer(self.config.output.save_interval_in_mins)
-
     def _save(self, directory: str) -> None:
         """Save, or begin to with --async-save or --save-local, after the previous save and a comparison of replicas."""
         self._finish_save()
         self._compare_replicas()
         self.save_due = False
-        self._await_save()
+        self.save_timer = runtime.ExitTimer(self.config.output.save_interval_in_mins)
         self.saved_iteration = self.iteration
         output = self.config.output
         if output.async_save or output.save_local:

@@ -88,17 +88,24 @@ def main(args: argparse.Namespace) -> int:
     if args.check_layout:
         _run(lambda world: _check_layout(arguments, world, args.record, args.against))
     elif arguments.dry_run:
-        _run(lambda world: print_plan(arguments, world, args.png, args.sys_root))
+        _run(
+            lambda world: print_plan(arguments, world, png=args.png, sys_root=args.sys_root),
+            alone=environment.processes()[1] == 1,
+        )
     else:
         _train(arguments)
     return 0
 
 
-def _run(work: Callable[[Comm], object], waits: Callable[[bool], object] = bool) -> None:
+def _run(
+    work: Callable[[Comm], object], waits: Callable[[bool], object] = bool, alone: bool = False
+) -> None:
+    """Run `work` over MPI, or in this process without MPI."""
     with exit_codes.uncollected():
+        from ..comm.base import SoloComm
         from ..comm.job import run_or_abort
 
-    run_or_abort(work, waits=waits)
+    run_or_abort(work, SoloComm() if alone else None, waits)
 
 
 DROPOUT = ("attention_dropout", "hidden_dropout")  # which Megatron-LM takes with the architecture

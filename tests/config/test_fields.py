@@ -21,7 +21,6 @@ LEAST = 3  # names of flags in a collection that is a list of flags
 VALUES = "values of a run or model, not a list of flags"
 # Beginning of a module's path -> the reason why its collections have names of flags.
 EXCEPTIONS = {
-    "api/model.py": "arguments of load",
     "calibration/": VALUES,
     "convert/convert_command.py": "flags of the command convert, which have the names of a run's",
     "convert/hugging_face/": "rows of model families: names of Hugging Face, and values of their models",

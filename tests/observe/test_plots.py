@@ -2,13 +2,12 @@
 
 import json
 import os
-from dataclasses import replace
 
 import pytest
 
 from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.observe.log import log_command, loss_plot, schedule_plot
-from fugaku_megatron.observe.log.run_log import read_log
+from fugaku_megatron.observe.log.run_log import RunLog, read_log
 from fugaku_megatron.pipeline.schedule import build
 from fugaku_megatron.pipeline.timeline import Costs, spans
 from tests.helpers import OUR_LOG
@@ -145,9 +144,9 @@ def test_logs_are_named_by_what_differs(tmp_path, made):
     ],
 )
 def test_a_table_names_its_runs(tmp_path, paths, names):
-    (tmp_path / "run.log").write_text(OUR_LOG)
-    log = read_log(tmp_path / "run.log")
-    logs = [replace(log, path=path) for path in paths]
+    logs = [RunLog(path) for path in paths]
+    for log in logs:
+        log.read_lines(OUR_LOG.splitlines())
     rows = log_command.text(logs).splitlines()[2:]
     assert [row.split("|")[-2].split(",")[0].strip() for row in rows[: len(paths)]] == names
 

@@ -47,9 +47,15 @@ def _total(records: Sequence[IterationMetrics], name: str) -> Any:
     return sum(getattr(record, name) for record in records)
 
 
-def _mean(records: Sequence[IterationMetrics], name: str) -> float | None:
+def _known_total(records: Sequence[IterationMetrics], name: str) -> Any:
+    """Return the sum, None if a value is unknown."""
     values = [getattr(record, name) for record in records]
-    return None if None in values else sum(values) / len(values)
+    return None if None in values else sum(values)
+
+
+def _mean(records: Sequence[IterationMetrics], name: str) -> float | None:
+    total = _known_total(records, name)
+    return None if total is None else total / len(records)
 
 
 def _rounded_mean(records: Sequence[IterationMetrics], name: str) -> int | None:
@@ -57,9 +63,10 @@ def _rounded_mean(records: Sequence[IterationMetrics], name: str) -> int | None:
     return None if mean is None else round(mean)
 
 
-def _mean_over_time(records: Sequence[IterationMetrics], name: str) -> float:
-    weighted: float = sum(getattr(record, name) * record.elapsed_seconds for record in records)
-    return weighted / _seconds(records)
+def _mean_over_time(records: Sequence[IterationMetrics], name: str) -> Any:
+    return sum(getattr(record, name) * record.elapsed_seconds for record in records) / _seconds(
+        records
+    )
 
 
 def _mean_of_updates(records: Sequence[IterationMetrics], name: str) -> float | None:
@@ -67,43 +74,35 @@ def _mean_of_updates(records: Sequence[IterationMetrics], name: str) -> float | 
     return _mean([record for record in records if not record.skipped] or records, name)
 
 
-def _seconds(records: Sequence[IterationMetrics]) -> float:
-    seconds: float = _total(records, "elapsed_seconds")
-    return seconds
+def _seconds(records: Sequence[IterationMetrics]) -> Any:
+    return _total(records, "elapsed_seconds")
 
 
-def _counted(records: Sequence[IterationMetrics], _: str) -> int | None:
-    counts = [record.counted_tokens for record in records]
-    known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) else None
-
-
-def _counted_share(records: Sequence[IterationMetrics], name: str) -> float | None:
-    counted = _counted(records, name)
+def _counted_share(records: Sequence[IterationMetrics], name: str) -> Any:
+    counted = _known_total(records, "counted_tokens")
     rate = _tokens_per_second(records, name)
     if counted is None or not rate:
         return None
     return 100 * counted / (rate * _seconds(records))
 
 
-def _counted_per_second(records: Sequence[IterationMetrics], name: str) -> float | None:
-    counted = _counted(records, name)
+def _counted_per_second(records: Sequence[IterationMetrics], _: str) -> Any:
+    counted = _known_total(records, "counted_tokens")
     return None if counted is None else counted / _seconds(records)
 
 
-def _samples_per_second(records: Sequence[IterationMetrics], _: str) -> float:
-    samples: int = _total(records, "global_batch_size")
-    return samples / _seconds(records)
+def _samples_per_second(records: Sequence[IterationMetrics], _: str) -> Any:
+    return _total(records, "global_batch_size") / _seconds(records)
 
 
-def _tokens_per_second(records: Sequence[IterationMetrics], name: str) -> float | None:
+def _tokens_per_second(records: Sequence[IterationMetrics], name: str) -> Any:
     last = records[-1]
     if not last.consumed_tokens or not last.consumed_samples:
         return None
     return _samples_per_second(records, name) * last.consumed_tokens / last.consumed_samples
 
 
-def _tokens_per_joule(records: Sequence[IterationMetrics], name: str) -> float | None:
+def _tokens_per_joule(records: Sequence[IterationMetrics], name: str) -> Any:
     rate = _tokens_per_second(records, name)
     watts = records[-1].watts
     return rate / watts if rate and watts else None
@@ -180,7 +179,7 @@ class IterationMetrics:
     nans: int | None = _metric("number of nan iterations", "3d", _nan_iterations)
     samples_per_second: float | None = _metric("samples per second", ".3f", _samples_per_second)
     tokens_per_second: float | None = _metric("tokens per second", ".1f", _tokens_per_second)
-    counted_tokens: int | None = _metric("counted tokens", "d", _counted)
+    counted_tokens: int | None = _metric("counted tokens", "d", _known_total)
     counted_share: float | None = _metric("counted share (%)", ".1f", _counted_share)
     counted_per_second: float | None = _metric(
         "counted tokens per second", ".1f", _counted_per_second

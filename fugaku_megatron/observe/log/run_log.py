@@ -6,7 +6,7 @@ import json
 import os
 import re
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -144,31 +144,26 @@ def parse_run(line: str) -> Job:
         ranks = values.pop("world_size")
     except (ValueError, KeyError, RecursionError):
         raise ValueError(f"not a run line: {line.strip()[:80]!r}") from None
-    unknown = sorted(values.keys() - _LOGGED.keys())
-    check(
-        not unknown,
-        f"the run line has {', '.join(unknown)}, which this version does not know: read it with the version that "
-        "wrote it",
-    )
-    job = Job(
-        values=as_tuples(values),
-        nodes=nodes,
-        ranks=ranks,
-    )
+    _check_known("run line", values, _LOGGED)
+    job = Job(values=as_tuples(values), nodes=nodes, ranks=ranks)
     with about("the run line is damaged"):
-        _check_job(job)
+        for name, number in (("nodes", nodes), ("world_size", ranks)):
+            check(
+                type(number) is int and 0 < number < 2**31,
+                f"{name} is {number!r:.60}, not a whole number from 1 to 2147483647",
+            )
+        for name, value in job.values.items():
+            check_type(_LOGGED[name][1], value)
+        job.check()
     return job
 
 
-def _check_job(job: Job) -> None:
-    for name, number in (("nodes", job.nodes), ("world_size", job.ranks)):
-        check(
-            type(number) is int and 0 < number < 2**31,
-            f"{name} is {number!r:.60}, not a whole number from 1 to 2147483647",
-        )
-    for name, value in job.values.items():
-        check_type(_LOGGED[name][1], value)
-    job.check()
+def _check_known(what: str, names: Iterable[str], known: Collection[str]) -> None:
+    unknown = sorted({*names} - {*known})
+    check(
+        not unknown,
+        f"the {what} has {', '.join(unknown)}, which this version does not know: read it with the version that wrote it",
+    )
 
 
 def _median(values: Iterable[float | None]) -> float | None:
@@ -343,12 +338,7 @@ class RunLog:
         kind = record.pop("kind")
         known = {f.name: f for f in fields(IterationMetrics)}
         if kind == "train":
-            unknown = sorted(record.keys() - known)
-            check(
-                not unknown,
-                f"the record has {', '.join(unknown)}, which this version does not know: read it with the version "
-                "that wrote it",
-            )
+            _check_known("record", record, known)
             for f in known.values():
                 check_type(f, record.get(f.name))
             self._add(IterationMetrics(**record))
