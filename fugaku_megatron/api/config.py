@@ -5,13 +5,13 @@ MPI.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..cli.arguments import build_parser, check_other_flags, checked_run, field_values, run_flags
 from ..cli.parser import nearest
 from ..config.fields import FieldValues, check
-from ..config.run_config import GROUPS, RunConfig
+from ..config.run_config import GROUP_OF, RunConfig
 
 
 def _with_checkpoint_model(values: FieldValues) -> FieldValues:
@@ -86,17 +86,9 @@ class Config:
         object.__setattr__(self, "given", values)
 
     def __getattr__(self, name: str) -> Any:
-        own = name.startswith("_") or name in ("run", "notes", "base", "given")
-        if not own:
-            for group in GROUPS:
-                values = getattr(self.run, group)
-                if hasattr(values, name):
-                    return getattr(values, name)
-        raise AttributeError(f"a Config has no {name}" + nearest(name, self._names(), ""))
-
-    @staticmethod
-    def _names() -> list[str]:
-        return [f.name for config in GROUPS.values() for f in fields(config)]
+        if name in GROUP_OF:
+            return self.run.values[name]
+        raise AttributeError(f"a Config has no {name}" + nearest(name, GROUP_OF, ""))
 
     def __repr__(self) -> str:
         words = [f"{name}={value!r}" for name, value in self.given.items()]

@@ -139,7 +139,7 @@ def layer_pattern(name: str, text: str, layers: int) -> int | tuple[bool, ...]:
 
 
 # Field -> True for a layer, from 0, that a number N in the field marks.
-_MARKED: dict[str, Callable[[int, int], bool]] = {
+MARKED: dict[str, Callable[[int, int], bool]] = {
     "moe_layer_freq": lambda layer, n: layer % n == 0,
     "window_attn_skip_freq": lambda layer, n: (layer + 1) % n != 0,
     "linear_attention_freq": lambda layer, n: (layer + 1) % n != 0,
@@ -152,7 +152,7 @@ def marked_layers(name: str, text: str, layers: int) -> tuple[bool, ...]:
     """Return True for each layer that a field marks with a number or a list, or raise ValueError."""
     found = layer_pattern(name, text, layers)
     if isinstance(found, int):
-        return tuple(_MARKED[name](layer, found) for layer in range(layers))
+        return tuple(MARKED[name](layer, found) for layer in range(layers))
     return found
 
 

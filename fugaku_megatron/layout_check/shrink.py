@@ -10,13 +10,12 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from ..config.fields import FieldValues, check, flag
-from ..config.layer_kinds import GATED_DELTA_NET, layer_symbols
+from ..config.layer_kinds import MARKED, layer_symbols, marked_layers
 from ..config.layout import Layout
 from ..config.model import ModelConfig
 from ..config.output import OutputConfig
 from ..config.parallel import ParallelConfig
 from ..config.precision import PrecisionConfig
-from ..config.rows import MLP_OF_EXPERTS
 from ..config.run_config import RunConfig
 from ..config.training import BatchConfig
 from ..costs.buckets import bucket_units
@@ -70,12 +69,10 @@ def small_runs(plan: Plan) -> Iterator[Plan]:
     run = plan.config
     layout = plan.layout
     dp = _data_parallel_size(layout)
-    microbatches = layout.microbatches(run)
+    samples = min(run.batch.micro_batch_size, SAMPLES)
     batch = BatchConfig(
-        micro_batch_size=min(run.batch.micro_batch_size, SAMPLES),
-        global_batch_size=min(run.batch.micro_batch_size, SAMPLES)
-        * min(microbatches, 2 * layout.pp)
-        * dp,
+        micro_batch_size=samples,
+        global_batch_size=samples * min(layout.microbatches(run), 2 * layout.pp) * dp,
     )
     world_size = dp * layout.tp * layout.pp * layout.cp
     comm_types = run.cp_comm_types if layout.cp > 1 else None
@@ -170,7 +167,7 @@ def _model(run: RunConfig, layout: Layout, kept: list[int], width: _Width) -> Mo
     if model.group_query_attention:
         changes["num_query_groups"] = model.query_groups // width.divisor
     if model.num_experts:
-        changes |= _expert_changes(model, kept, width)
+        changes |= _expert_changes(model, width)
     if model.layer_types is not None:
         symbols = layer_symbols(model.layer_types, model.num_layers)
         changes["layer_types"] = ",".join(symbols[layer] for layer in kept)
@@ -179,14 +176,11 @@ def _model(run: RunConfig, layout: Layout, kept: list[int], width: _Width) -> Mo
     if model.window is not None:
         left = max(1, min(model.window - 1, (model.window - 1) * length // model.seq_length))
         changes["window_size"] = f"{left},0"
-        if model.window_attn_skip_freq is not None:
-            windows = [int(model.layer_kinds[layer].window is not None) for layer in kept]
-            changes["window_attn_skip_freq"] = str(windows)
-    if model.no_rope_freq is not None:
-        changes["no_rope_freq"] = str([int(model.layer_kinds[n].rope is None) for n in kept])
-    if model.has_delta_nets and model.layer_types is None:
-        delta = [int(model.layer_kinds[n].mixer == GATED_DELTA_NET) for n in kept]
-        changes["linear_attention_freq"] = str(delta)
+    for name in MARKED:
+        text = getattr(model, name)
+        if text not in (None, "1"):  # "1" marks all layers of any model, or none
+            marks = marked_layers(name, text, model.num_layers)
+            changes[name] = str([int(marks[layer]) for layer in kept])
     small = replace(
         model,
         num_layers=len(kept),
@@ -207,7 +201,7 @@ def _model(run: RunConfig, layout: Layout, kept: list[int], width: _Width) -> Mo
     return replace(small, padded_vocab_size=padded)
 
 
-def _expert_changes(model: ModelConfig, kept: list[int], width: _Width) -> FieldValues:
+def _expert_changes(model: ModelConfig, width: _Width) -> FieldValues:
     changes: FieldValues = {
         "num_experts": width.experts,
         "moe_ffn_hidden_size": width.mlp,
@@ -215,9 +209,6 @@ def _expert_changes(model: ModelConfig, kept: list[int], width: _Width) -> Field
             BALANCING if factor else 0.0 for factor in model.moe_aux_loss_coeff
         ),
     }
-    if model.layer_types is None:
-        experts = [model.mlps[layer] == MLP_OF_EXPERTS for layer in kept]
-        changes["moe_layer_freq"] = str([*map(int, experts)])
     if model.moe_z_loss_coeff:
         changes["moe_z_loss_coeff"] = Z_LOSS
     if model.moe_shared_expert_intermediate_size:
