@@ -15,6 +15,7 @@ from ..text.written_files import check_link, named_file
 
 
 def check_file(flag: str, file: str | Path | None) -> None:
+    """Raise ValueError for a file that cannot be written, or for another name than a file's."""
     if file is None:
         return
     path = Path(file)

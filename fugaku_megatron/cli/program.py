@@ -40,7 +40,7 @@ class ModuleCommand:
     def load(self) -> Any:
         if self.prints_text:
             environment.print_as_is()
-        with exit_codes.uncollected():
+        with environment.uncollected():
             return importlib.import_module(f"{PACKAGE}.{self.module}")
 
 

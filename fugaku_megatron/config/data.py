@@ -12,7 +12,6 @@ from .fields import (
     Requirement,
     cached_hash,
     check,
-    check_fields,
     flag,
     free_option,
     free_optional,
@@ -21,7 +20,7 @@ from .fields import (
     optional,
     switch,
 )
-from .rules import check_rules
+from .rules import CheckedFields
 from .sample_rules import Skips
 
 SENTENCEPIECE_TYPES = (
@@ -38,7 +37,7 @@ TOKENIZER = Requirement("--vocab-file or --tokenizer-model", lambda run: run.dat
 
 @cached_hash
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(CheckedFields):
     """Tokens and tokenizer."""
 
     data_path: tuple[str, ...] | None = optional(
@@ -126,8 +125,7 @@ class DataConfig:
     )
     sft_truncate: bool = switch("truncate chats longer than a sample", meaning=COURSE, needs="sft")
 
-    def __post_init__(self) -> None:
-        check_fields(self)
+    def _check(self) -> None:
         check(
             self.tokenizer_type in SENTENCEPIECE_TYPES
             or (self.vocab_file is None) == (self.merge_file is None),
@@ -139,7 +137,6 @@ class DataConfig:
             f"--mean-document-length {self.mean_document_length} is "
             "for runs whose attention ends with a document: pass --reset-attention-mask, or leave it out",
         )
-        check_rules(self, "data")
         check(
             self.train_data_path or not self.valid_data_path,
             "--valid-data-path goes with --train-data-path: pass both",

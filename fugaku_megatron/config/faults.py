@@ -8,18 +8,18 @@ from .fields import (
     NOT_NEGATIVE,
     cached_hash,
     check,
-    check_fields,
     free_option,
     free_optional,
     free_switch,
 )
+from .rules import CheckedFields
 
 COMPARISON_INTERVAL = 100  # iterations
 
 
 @cached_hash
 @dataclass(frozen=True, kw_only=True)
-class NumbersConfig:
+class NumbersConfig(CheckedFields):
     """Checks for silent faults; only the replica comparison is on by default."""
 
     check_weight_hash_across_dp_replicas_interval: int | None = free_option(
@@ -46,11 +46,12 @@ class NumbersConfig:
         "wrong matmuls in three iterations of 100 ends the run",
     )
 
-    def __post_init__(self) -> None:
-        check_fields(self)
+    def _derive(self) -> None:
         name = "check_weight_hash_across_dp_replicas_interval"
         if getattr(self, name) is None:  # as saved by earlier versions
             object.__setattr__(self, name, COMPARISON_INTERVAL)
+
+    def _check(self) -> None:
         for layer in self.abft or ():
             check(
                 layer == "all" or (layer.isascii() and layer.isdecimal()),

@@ -16,7 +16,6 @@ from .fields import (
     FRACTION,
     cached_hash,
     check,
-    check_fields,
     free_option,
     free_optional,
     option,
@@ -25,6 +24,7 @@ from .fields import (
 )
 from .layer_kinds import FC1, FC2, GATED_DELTA_NET, IN_PROJ, MIXERS, OUT_PROJ, PROJ, QKV
 from .model import ModelConfig
+from .rules import CheckedFields
 
 ALL_LINEAR = "all-linear"
 INT8_BASE = "int8"
@@ -55,7 +55,7 @@ TARGETS = tuple(dict.fromkeys((ALL_LINEAR, *_NAMES, *_FUSED, *MATRICES)))
 
 @cached_hash
 @dataclass(frozen=True, kw_only=True)
-class LoraConfig:
+class LoraConfig(CheckedFields):
     """Low-rank adapters: the model's weights are frozen, and small matrices next to them are trained."""
 
     lora_rank: int | None = free_optional(
@@ -89,8 +89,7 @@ class LoraConfig:
         needs="lora_rank",
     )
 
-    def __post_init__(self) -> None:
-        check_fields(self)
+    def _check(self) -> None:
         check(
             self.on or self.lora_base_format is None,
             f"--lora-base-format {self.lora_base_format} is for the frozen weights of adapters: pass "

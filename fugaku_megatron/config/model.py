@@ -25,7 +25,6 @@ from .fields import (
     Requirement,
     cached_hash,
     check,
-    check_fields,
     flag,
     free_option,
     free_optional,
@@ -68,7 +67,7 @@ from .rows import (
     NormPart,
     NormPosition,
 )
-from .rules import check_rules
+from .rules import CheckedFields
 
 YARN_DETAILS = "details of yarn"  # topic of numbers besides its factor and length
 SCALING = "scaling of rope"  # topic of flags that exclude each other
@@ -84,7 +83,7 @@ yarn_detail_field = partial(yarn_field, topic=YARN_DETAILS)
 
 @cached_hash
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(ExpertFields, DeltaNetFields):
+class ModelConfig(ExpertFields, DeltaNetFields, CheckedFields):
     """Architecture of the GPT, by default Megatron-LM's GPT-2."""
 
     # A field of type int with default None is computed from other fields, and never None afterwards.
@@ -447,10 +446,7 @@ class ModelConfig(ExpertFields, DeltaNetFields):
         "replace logits x by this x tanh(x / this), as in Gemma 2", meaning=WEIGHTS
     )
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-        self._check_activation()
-        self._derive()
+    def _check(self) -> None:
         check(
             self.normalization in NORMS,
             f"--normalization is {self.normalization}: pass {' or '.join(NORMS)}",
@@ -465,7 +461,6 @@ class ModelConfig(ExpertFields, DeltaNetFields):
             f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads {self.num_attention_heads}: "
             "change one of them, or pass --kv-channels, the size of a head",
         )
-        check_rules(self, "model")
         self._check_rotary()
         self._check_block()
         self._check_experts(self.num_layers, not self.disable_bias_linear)
@@ -475,6 +470,7 @@ class ModelConfig(ExpertFields, DeltaNetFields):
 
     def _derive(self) -> None:
         """Compute missing fields. A head size that is not an integer stays None."""
+        self._check_activation()
         h = self.hidden_size
         heads = max(1, self.num_attention_heads)
         if self.ffn_hidden_size is None:

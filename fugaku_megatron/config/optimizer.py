@@ -14,14 +14,13 @@ from .fields import (
     RowNames,
     cached_hash,
     check,
-    check_fields,
     flag,
     free_option,
     free_switch,
     option,
     optional,
 )
-from .rules import check_rules
+from .rules import CheckedFields
 
 MOMENT_BLOCK = 256  # elements that share a scale in int8
 # Bytes per element of the supported moment formats.
@@ -60,7 +59,7 @@ muon_field = partial(option, needs=MUON, meaning=COURSE)
 
 @cached_hash
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(CheckedFields):
     """AdamW or Muon, clipping, learning-rate and weight-decay schedule."""
 
     optimizer: str = option(
@@ -269,9 +268,7 @@ class OptimizerConfig:
         needs="load",
     )
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check_rules(self, "optimizer")
+    def _check(self) -> None:
         self._check_learning_rate()
         self._check_weight_decay()
         self._check_moments()

@@ -8,13 +8,12 @@ from .fields import (
     BY_RANK,
     cached_hash,
     check,
-    check_fields,
     free_option,
     free_optional,
     free_switch,
     is_unicode,
 )
-from .rules import check_rules
+from .rules import CheckedFields
 from .span_groups import span_groups
 
 # Replacements of flags in a program with a Trainer.
@@ -34,7 +33,7 @@ def default_log_interval(iterations: int) -> int:
 
 @cached_hash
 @dataclass(frozen=True, kw_only=True)
-class OutputConfig:
+class OutputConfig(CheckedFields):
     """Checkpoints and logs."""
 
     save: str | None = free_optional(
@@ -202,9 +201,7 @@ class OutputConfig:
         library=_PROFILES,
     )
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check_rules(self, "output")
+    def _check(self) -> None:
         span_groups(self.otel_span_groups)
         check(
             self.tensorboard_dir is None or is_unicode(self.tensorboard_dir),

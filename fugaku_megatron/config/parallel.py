@@ -19,13 +19,12 @@ from .fields import (
     RowNames,
     cached_hash,
     check,
-    check_fields,
     flag,
     free_option,
     free_optional,
     free_switch,
 )
-from .rules import check_rules
+from .rules import CheckedFields
 
 # Values of --cp-comm-type; EITHER is resolved by the program.
 P2P = "p2p"
@@ -89,7 +88,7 @@ class MatrixRanks:
 
 @cached_hash
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig(MatrixRanks):
+class ParallelConfig(MatrixRanks, CheckedFields):
     """Parallel layout; the data-parallel size is world size / (TP x PP x CP)."""
 
     pipeline_model_parallel_size: int = free_option(
@@ -163,8 +162,10 @@ class ParallelConfig(MatrixRanks):
         "send gradients in BF16, half the bytes; accumulate and reduce them in FP32"
     )
 
-    def __post_init__(self) -> None:
-        check_fields(self)
+    def _derive(self) -> None:
+        object.__setattr__(self, "zero_stage", min(self.zero_stage, 1))
+
+    def _check(self) -> None:
         wrong = [
             value for value in self.cp_comm_type or () if value not in (*CP_COMM_TYPES, EITHER)
         ]
@@ -172,9 +173,7 @@ class ParallelConfig(MatrixRanks):
             not wrong,
             f"--cp-comm-type {' '.join(wrong)}: pass {', '.join(CP_COMM_TYPES)} or {EITHER}",
         )
-        object.__setattr__(self, "zero_stage", min(self.zero_stage, 1))
         self._check_schedule()
-        check_rules(self, "parallel")
         self._check_expert_ranks(self.sequence_parallel)
         check(
             self.zero_stage == 1 or not self.overlap_param_gather,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from .fields import COURSE, cached_hash, check_fields, free_option, optional, switch
-from .rules import check_rules
+from .fields import COURSE, cached_hash, free_option, optional, switch
+from .rules import CheckedFields
 
 
 @cached_hash
 @dataclass(frozen=True, kw_only=True)
-class PrecisionConfig:
+class PrecisionConfig(CheckedFields):
     """Number format for weights and activations; master weights and gradients are always FP32."""
 
     bf16: bool = switch("weights and activations in BF16, FP32 master weights", meaning=COURSE)
@@ -27,10 +27,6 @@ class PrecisionConfig:
         1000, "iterations without overflow before the scale doubles", needs="fp16"
     )
     hysteresis: int = free_option(2, "overflows before the scale halves", needs="fp16")
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check_rules(self, "precision")
 
     @staticmethod
     def of(name: str) -> PrecisionConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .fields import flag, shortened
+from .fields import check_fields, flag, shortened
 from .rows import ACTIVATIONS
 
 Rule = Callable[[Any], str | None]  # config -> message, or None if the rule holds
@@ -78,9 +78,9 @@ def _compared(
     return mistake
 
 
-# A group of RunConfig -> its rules. They are checked after the range of each field.
+# Class of a group of RunConfig -> its rules.
 RULES: dict[str, tuple[Rule, ...]] = {
-    "model": (
+    "ModelConfig": (
         one_of(
             *(row.flag for row in ACTIVATIONS.values() if row.flag and not row.gelu),
             "activation_func",
@@ -103,13 +103,13 @@ RULES: dict[str, tuple[Rule, ...]] = {
         divisible("moe_router_topk", "moe_router_group_topk", "change one"),
         divisible("linear_num_value_heads", "linear_num_key_heads", "change one of them"),
     ),
-    "parallel": (
+    "ParallelConfig": (
         one_of("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
         needs("tp_comm_overlap", "sequence_parallel"),
         needs("overlap_param_gather", "overlap_grad_reduce"),
     ),
-    "batch": (one_of("step_batch_size_schedule", "rampup_batch_size"),),
-    "optimizer": (
+    "BatchConfig": (one_of("step_batch_size_schedule", "rampup_batch_size"),),
+    "OptimizerConfig": (
         at_most("min_lr", "lr"),
         at_most("lr_warmup_init", "lr"),
         one_of("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"),
@@ -120,11 +120,11 @@ RULES: dict[str, tuple[Rule, ...]] = {
         ),
         one_of("lr_wsd_decay_iters", "lr_wsd_decay_samples"),
     ),
-    "precision": (one_of("bf16", "fp16"), at_most("min_loss_scale", "initial_loss_scale")),
-    "training": (
+    "PrecisionConfig": (one_of("bf16", "fp16"), at_most("min_loss_scale", "initial_loss_scale")),
+    "TrainingConfig": (
         needs("multiple_validation_sets", "full_validation", ", as in Megatron-LM: pass both"),
     ),
-    "data": (
+    "DataConfig": (
         one_of(
             "mock_data",
             "data_path",
@@ -133,7 +133,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "per_split_data_args_path",
         ),
     ),
-    "output": (
+    "OutputConfig": (
         needs(
             "wandb_project", "wandb_exp_name", ", the name of the run: pass both", with_value=True
         ),
@@ -146,8 +146,19 @@ RULES: dict[str, tuple[Rule, ...]] = {
 }
 
 
-def check_rules(config: Any, group: str) -> None:
-    """Raise ValueError for the group's first broken rule."""
-    for rule in RULES[group]:
-        if mistake := rule(config):
-            raise ValueError(shortened(mistake))
+class CheckedFields:
+    """Base of the groups of a run's flags: ValueError for a field out of range, then for a broken rule, then from `_check`."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        self._derive()
+        for rule in RULES.get(type(self).__name__, ()):
+            if mistake := rule(self):
+                raise ValueError(shortened(mistake))
+        self._check()
+
+    def _derive(self) -> None:
+        """Set the fields that other fields decide."""
+
+    def _check(self) -> None:
+        """Raise ValueError for other mistakes."""

@@ -10,7 +10,6 @@ from .fields import (
     COURSE,
     cached_hash,
     check,
-    check_fields,
     free_option,
     free_optional,
     free_switch,
@@ -18,6 +17,7 @@ from .fields import (
     optional,
     switch,
 )
+from .rules import CheckedFields
 
 INT8 = "int8"  # topic of details
 _INIT = "pass it to init"  # in a program with a Trainer
@@ -27,7 +27,7 @@ MAX_FP16_SUM_LENGTH = 65536
 
 @cached_hash
 @dataclass(frozen=True, kw_only=True)
-class SystemConfig:
+class SystemConfig(CheckedFields):
     """Use of the machine."""
 
     kernels: str = free_option(
@@ -99,8 +99,7 @@ class SystemConfig:
         library="only the command watches for hangs",
     )
 
-    def __post_init__(self) -> None:
-        check_fields(self)
+    def _check(self) -> None:
         timeout = self.hang_timeout_in_secs
         chunk = self.fp16_accumulation_chunk
         check(

@@ -15,7 +15,6 @@ from .fields import (
     Requirement,
     cached_hash,
     check,
-    check_fields,
     free_option,
     free_optional,
     free_switch,
@@ -23,7 +22,7 @@ from .fields import (
     optional,
     required,
 )
-from .rules import check_rules
+from .rules import CheckedFields
 from .sample_rules import StepSizes
 
 RECOMPUTE = "recompute"  # topic
@@ -35,7 +34,7 @@ MEMORY_CHOICE = Requirement(
 
 @cached_hash
 @dataclass(frozen=True, kw_only=True)
-class BatchConfig:
+class BatchConfig(CheckedFields):
     """Samples per micro-batch and per iteration, and the growth of the batch size."""
 
     micro_batch_size: int = required(
@@ -56,8 +55,7 @@ class BatchConfig:
         drops=("global_batch_size",),
     )
 
-    def __post_init__(self) -> None:
-        check_fields(self)
+    def _check(self) -> None:
         check(
             self.rampup_batch_size is None or len(self.rampup_batch_size) == 3,
             f"--rampup-batch-size {self.rampup_batch_size}: pass three numbers, start, increment and samples",
@@ -66,7 +64,6 @@ class BatchConfig:
             self.rampup_batch_size is None or self.global_batch_size is not None,
             "--rampup-batch-size needs --global-batch-size, the size to grow to",
         )
-        check_rules(self, "batch")
         if self.step_batch_size_schedule is not None:
             last = StepSizes.parse(self.step_batch_size_schedule).global_batch_size
             check(
@@ -79,7 +76,7 @@ class BatchConfig:
 
 @cached_hash
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
+class TrainingConfig(CheckedFields):
     """Length of the run, evaluation, recompute and seed."""
 
     train_iters: int | None = optional(
@@ -188,15 +185,13 @@ class TrainingConfig:
         library="pass it to init, where its name is flush_denormals",
     )
 
-    def __post_init__(self) -> None:
-        check_fields(self)
+    def _check(self) -> None:
         # The range of numpy's generator.
         check(0 <= self.seed < 2**32, f"--seed is {self.seed}: pass a number from 0 to {2**32 - 1}")
         check(
             self.train_iters is None or self.train_samples is None,
             "--train-iters and --train-samples exclude each other: pass one",
         )
-        check_rules(self, "training")
         self._check_recompute()
 
     def _check_recompute(self) -> None:

@@ -164,6 +164,11 @@ def seconds(clock: str, name: str = "elapse=") -> int:
     return sum(int(p) * 60**i for i, p in enumerate(reversed(parts)))
 
 
+def min_seconds(elapse: str) -> int:
+    """Return the guaranteed seconds: the smaller value of elapse=FROM-TO (spot groups)."""
+    return min(map(seconds, elapse.split("-")))
+
+
 def clock(total: float) -> str:
     """Format seconds as HH:MM:SS, rounded up."""
     whole = -int(-total // 1)

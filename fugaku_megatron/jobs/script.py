@@ -268,8 +268,7 @@ def requested(script: Script, group: str | None, files: bool) -> Request:
     line = script.line("-L", "elapse")
     check(elapse, f"line {line}: no elapse time: add elapse=HH:MM:SS")
     with about(f"line {line}"):
-        # elapse=FROM-TO of spot groups guarantees the smaller value.
-        seconds = min(map(limits.seconds, elapse.split("-")))
+        seconds = limits.min_seconds(elapse)
     return Request(
         script=script,
         nodes=nodes,

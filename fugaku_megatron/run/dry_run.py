@@ -157,8 +157,7 @@ def _time(plan: Plan, bubble: float) -> list[str]:
     system = modelled_system(plan.layout)
     seconds = step(plan.config, plan.layout, system).seconds
     lines = [
-        f"an iteration takes {seconds:.4g} s on {system.nodes} nodes of {system.machine.name}, "
-        f"{plural(system.ranks_per_node, 'rank')} a node (model)"
+        f"an iteration takes {seconds:.4g} s on {system.nodes} nodes of {system.machine.name}, 1 rank a node (model)"
     ]
     if bubble >= LARGE_BUBBLE:
         lines.append(

@@ -24,7 +24,7 @@ from ..config.fields import FieldValues, check
 from ..config.hybrid import with_layers
 from ..config.run_config import RunConfig
 from ..observe.hang.watchdog import HangSettings, Watchdog
-from ..start import environment, exit_codes
+from ..start import environment
 
 if TYPE_CHECKING:
     from ..comm.base import Comm
@@ -101,7 +101,7 @@ def _run(
     work: Callable[[Comm], object], waits: Callable[[bool], object] = bool, alone: bool = False
 ) -> None:
     """Run `work` over MPI, or in this process without MPI."""
-    with exit_codes.uncollected():
+    with environment.uncollected():
         from ..comm.base import SoloComm
         from ..comm.job import run_or_abort
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
+import gc
 import io
 import os
 import re
 import resource
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 # Variables with the number of processes: Open MPI, MPICH and derivatives, Slurm, MVAPICH, jsrun, Flux.
@@ -254,3 +256,15 @@ def open_streams() -> None:
             write_through=stream.write_through,
         )
         setattr(sys, name, escaped)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Disable garbage collection during an import."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

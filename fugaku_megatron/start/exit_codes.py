@@ -6,14 +6,12 @@ import array
 import contextlib
 import errno
 import fcntl
-import gc
 import os
 import signal
 import stat
 import sys
 import termios
 import time
-from collections.abc import Iterator
 from enum import IntEnum
 from typing import TextIO
 
@@ -147,15 +145,3 @@ def wait_until_read(stream: TextIO, limit: float = 2.0) -> None:
             fcntl.ioctl(pipe, termios.FIONREAD, unread)
     except (OSError, ValueError):  # not a file, or a system without FIONREAD
         pass
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Disable garbage collection during an import."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
