@@ -1,6 +1,6 @@
 """Runs one family of benchmarks:
 
-    python -m benchmarks {gemm,experts,attention,rowwise,delta_net,step,alloc,tables,two_hosts,schedule,decode,formats} [options]
+    python -m benchmarks {gemm,experts,attention,rowwise,delta_net,step,alloc,tables,two_hosts,schedule,decode,formats,programs} [options]
 
 A family is described in core.py. One that measures torch in this process has TORCH_HERE: the process starts again with the MKL of
 --mkl.
@@ -30,6 +30,7 @@ FAMILIES = (
     "schedule",
     "decode",
     "formats",
+    "programs",
 )
 
 

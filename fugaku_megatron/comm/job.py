@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 import threading
@@ -91,12 +92,15 @@ def _thread_failed(failed: threading.ExceptHookArgs, comm: Comm | None) -> None:
 
 
 def end_job_with_exceptions(world: Comm) -> None:
-    """Let every uncaught exception, on any thread, print its traceback and end all ranks.
+    """Let every uncaught exception, on any thread, print its traceback, or its line if it has EXIT_CODE, and end all ranks.
 
     For programs without `run_or_abort`. A rank that leaves by sys.exit ends alone.
     """
 
     def end(kind: type[BaseException], error: BaseException | None, trace: Any) -> None:
+        if isinstance(sys.stderr, io.StringIO):
+            # torch.distributed's hook prints what other hooks wrote only after they return.
+            sys.stderr = sys.__stderr__
         _end(error or kind(), world, traced=True)
 
     sys.excepthook = end
@@ -108,7 +112,7 @@ def end_job_with_exceptions(world: Comm) -> None:
 def _end(error: BaseException, comm: Comm | None, traced: bool = False) -> NoReturn:
     rank = comm.rank if comm else environment.rank()
     code, text = _report(error)
-    if traced:
+    if traced and not hasattr(error, EXIT_CODE):
         text = _traceback(error)
     if rank:
         on_all_ranks = comm and getattr(error, EVERYWHERE, False)

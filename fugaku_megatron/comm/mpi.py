@@ -274,6 +274,18 @@ class MPIComm(Comm):
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Handle:
         return self._message(self.mpi_comm.Irecv, tensor, src, tag)
 
+    def irecv_any(self, tensor: Tensor, tag: int, arrived: Callable[[int], None]) -> Handle:
+        """Start receiving from the first rank that sends. arrived: called with the rank, on the MPI thread"""
+        status = self.mpi.Status()
+
+        def steps() -> Steps:
+            yield lambda: self.mpi_comm.Iprobe(self.mpi.ANY_SOURCE, tag, status)
+            source = status.Get_source()
+            arrived(source)
+            yield [self.mpi_comm.Irecv(piece, source, tag) for piece in _pieces(_buffer(tensor))]
+
+        return self.engine.start(steps(), memory=tensor)
+
     # Objects and set-up -----------------------------------------------------------------------------------------------------------
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
@@ -312,6 +324,15 @@ class MPIComm(Comm):
         return self.engine.call(
             lambda: MPIComm(self.mpi, self.mpi_comm.Split(color, key), self.engine)
         )
+
+    def create_group(self, ranks: Sequence[int], tag: int) -> MPIComm:
+        """Build the communicator of `ranks`, in their order; entered by these ranks alone (MPI_Comm_create_group)."""
+
+        def create() -> MPIComm:
+            group = self.mpi_comm.Get_group().Incl(list(ranks))
+            return MPIComm(self.mpi, self.mpi_comm.Create_group(group, tag), self.engine)
+
+        return self.engine.call(create)
 
     def split_node(self) -> MPIComm:
         """Build the communicator of ranks that share memory (MPI_Comm_split_type)."""

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from . import build
+from . import build, rendezvous
 
 __all__ = ["enabled", "use"]
 
@@ -45,6 +45,7 @@ def _install() -> None:
     dispatch = build.load()
     if operators.install(dispatch):
         dispatch.use("auto")
+    rendezvous.register()
 
 
 try:

@@ -1,0 +1,80 @@
+"""Start of torch.distributed under an MPI launcher: torchrun's variables, and a store whose address MPI brings to all ranks."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ..start import environment
+from . import process_group
+
+LOCAL_RANKS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+LOOPBACK = "127.0.0.1"
+Rendezvous = Iterator[tuple[dist.Store, int, int]]
+
+
+def register() -> None:
+    """Register the backend, and set torchrun's variables from the MPI launcher's."""
+    if not dist.is_available() or process_group.NAME in dist.Backend.backend_list:
+        return
+    dist.Backend.register_backend(
+        process_group.NAME, process_group.create, extended_api=True, devices=["cpu"]
+    )
+    dist.register_rendezvous_handler("mpi", lambda url, **_: mpi_rendezvous(**_))
+    if environment.processes()[1] > 1 and environment.TORCH_RANK not in os.environ:
+        set_variables()
+        # The function torch.distributed.rendezvous hides its module.
+        handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
+        handlers["env"] = with_mpi(handlers["env"])
+
+
+def set_variables() -> None:
+    """Set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun does."""
+    found = {
+        environment.TORCH_RANK: str(environment.rank()),
+        environment.TORCH_SIZE: str(environment.processes()[1]),
+        environment.TORCH_LOCAL_RANK: first_set(LOCAL_RANKS),
+        "LOCAL_WORLD_SIZE": first_set(environment.LOCAL_SIZES),
+    }
+    for name, value in found.items():
+        if value is not None:
+            os.environ.setdefault(name, value)
+
+
+def first_set(names: tuple[str, ...]) -> str | None:
+    """Return the value of the first variable that is set."""
+    return next((os.environ[name] for name in names if name in os.environ), None)
+
+
+def with_mpi(env_rendezvous: Callable[..., Rendezvous]) -> Callable[..., Rendezvous]:
+    """Return torch's handler of env:// with MPI's instead if no address is given."""
+
+    def handler(url: str, timeout: timedelta = dist.default_pg_timeout, **options: Any) -> Rendezvous:
+        if "MASTER_ADDR" in os.environ:
+            return env_rendezvous(url, timeout=timeout, **options)
+        return mpi_rendezvous(timeout)
+
+    return handler
+
+
+def mpi_rendezvous(timeout: timedelta = dist.default_pg_timeout, **_: Any) -> Rendezvous:
+    """Yield (store, rank, world size). Rank 0 serves the store; MASTER_ADDR and MASTER_PORT name it. Collective."""
+    world = process_group.mpi_world()
+    host = socket.gethostname()
+    one_node = len(set(world.all_gather_object(host))) == 1
+    address = LOOPBACK if one_node else host
+    store = None
+    if world.rank == 0:
+        store = dist.TCPStore(address, 0, world.size, True, timeout, wait_for_workers=False)
+    address, port = world.broadcast_object((address, store.port if store else 0))
+    if store is None:
+        store = dist.TCPStore(address, port, world.size, False, timeout, wait_for_workers=False)
+    os.environ["MASTER_ADDR"] = address
+    os.environ["MASTER_PORT"] = str(port)
+    yield store, world.rank, world.size
