@@ -1,5 +1,7 @@
 """Start of torch.distributed under an MPI launcher: torchrun's variables, and a store whose address MPI brings to all ranks."""
 
+# mypy: disable-error-code="attr-defined, name-defined, no-untyped-call"
+# torch's stubs leave out what its modules export.
 from __future__ import annotations
 
 import importlib
@@ -55,7 +57,9 @@ def first_set(names: tuple[str, ...]) -> str | None:
 def with_mpi(env_rendezvous: Callable[..., Rendezvous]) -> Callable[..., Rendezvous]:
     """Return torch's handler of env:// with MPI's instead if no address is given."""
 
-    def handler(url: str, timeout: timedelta = dist.default_pg_timeout, **options: Any) -> Rendezvous:
+    def handler(
+        url: str, timeout: timedelta = dist.default_pg_timeout, **options: Any
+    ) -> Rendezvous:
         if "MASTER_ADDR" in os.environ:
             return env_rendezvous(url, timeout=timeout, **options)
         return mpi_rendezvous(timeout)

@@ -23,7 +23,7 @@ def test_training_equals_gloo(mpi):
 
 
 def test_rank_that_does_not_come_is_named(mpi):
-    job = mpi.run(3, PROGRAM, "late", check=False)
+    job = mpi.run(3, PROGRAM, "late", code=None)
     assert job.returncode != 0
     assert "all_reduce number 2 of process group" in job.stderr
     assert "did not end in 3 s: rank(s) 1 did not come" in job.stderr
@@ -31,6 +31,6 @@ def test_rank_that_does_not_come_is_named(mpi):
 
 
 def test_failing_rank_ends_the_job(mpi):
-    job = mpi.run(3, PROGRAM, "raises", check=False)
+    job = mpi.run(3, PROGRAM, "raises", code=None)
     assert job.returncode != 0
     assert "rank 1: Traceback" in job.stderr and "KeyError: 'boom'" in job.stderr
