@@ -1,6 +1,6 @@
 """Runs one family of benchmarks:
 
-    python -m benchmarks {gemm,experts,attention,rowwise,delta_net,step,alloc,tables,two_hosts,schedule,decode,formats,programs} [options]
+    python -m benchmarks {gemm,experts,attention,rowwise,delta_net,step,alloc,tables,two_hosts,schedule,decode,formats,programs,trainers} [options]
 
 A family is described in core.py. One that measures torch in this process has TORCH_HERE: the process starts again with the MKL of
 --mkl.
@@ -31,6 +31,7 @@ FAMILIES = (
     "decode",
     "formats",
     "programs",
+    "trainers",
 )
 
 

@@ -7,8 +7,9 @@
     fm.load           a model in memory, which generates text and scores it
     fm.on_first_rank  work that one rank does for all
     fm.init           threads, memory and signals of the process, which nothing else here touches
+    fm.accelerate     a model of transformers, which then computes with our kernels
 
-Importing the package loads none of its modules; torch is loaded when Trainer or load is first used.
+Importing the package loads none of its modules; torch is loaded when Trainer, load or accelerate is first used.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from .api.trainer import Trainer as Trainer
     from .api.trainer import init as init
     from .api.trainer import on_first_rank as on_first_rank
+    from .torch_backend.accelerate import accelerate as accelerate
 
 __version__ = "0.2.0"
 __all__ = [
@@ -34,26 +36,28 @@ __all__ = [
     "Step",
     "Trainer",
     "__version__",
+    "accelerate",
     "init",
     "load",
     "on_first_rank",
 ]
 _MODULES = {
-    "Config": "config",
-    "Model": "model",
-    "ReplicasDiffer": "trainer",
-    "Step": "trainer",
-    "Trainer": "trainer",
-    "init": "trainer",
-    "load": "model",
-    "on_first_rank": "trainer",
+    "Config": "api.config",
+    "Model": "api.model",
+    "ReplicasDiffer": "api.trainer",
+    "Step": "api.trainer",
+    "Trainer": "api.trainer",
+    "accelerate": "torch_backend.accelerate",
+    "init": "api.trainer",
+    "load": "api.model",
+    "on_first_rank": "api.trainer",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__} has no attribute {name}")
-    value = getattr(importlib.import_module(f".api.{_MODULES[name]}", __name__), name)
+    value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
     globals()[name] = value
     return value
 

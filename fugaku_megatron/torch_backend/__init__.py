@@ -4,7 +4,8 @@
 
 replaces operators of ATen on the CPU, for the whole process: their large calls in FP32 and BF16 run on the kernels, all
 other calls on PyTorch's own. `enabled` switches this off and on; `python -m fugaku_megatron.torch_backend train.py`
-needs no change of the program.
+needs no change of the program. transformers gets the name "fugaku" of attention and of experts; `accelerate` replaces more of a
+model.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from . import build, rendezvous
+from . import build, rendezvous, transformers_names
 
 __all__ = ["enabled", "use"]
 
@@ -46,6 +47,7 @@ def _install() -> None:
     if operators.install(dispatch):
         dispatch.use("auto")
     rendezvous.register()
+    transformers_names.register_after_import()
 
 
 try:

@@ -1,0 +1,250 @@
+"""Accelerated models of transformers against transformers' own computation."""
+
+import copy
+import sys
+
+import pytest
+import torch
+
+import fugaku_megatron as fm
+from fugaku_megatron.torch_backend import attention_interface
+from fugaku_megatron.torch_backend.accelerate import accelerate, restore
+from fugaku_megatron.torch_backend.logits import LazyLogits
+from tests.checks.tiny_transformers import MODELS, batch_of, model_of
+
+pytestmark = pytest.mark.unit
+CAUSAL = sorted(set(MODELS) - {"bert"})
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+def step(model, batch):
+    """Return the loss and all gradients as one vector."""
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    gradients = [p.grad.flatten().float() for p in model.parameters() if p.grad is not None]
+    return loss.item(), torch.cat(gradients)
+
+
+def compare(kind, call=step, dtype=torch.float32, padding="none"):
+    """Compare a call before and after accelerate."""
+    model = model_of(kind, dtype)
+    batch = batch_of(kind, padding)
+    loss, gradients = call(model, batch)
+    accelerate(model, quiet)
+    fast_loss, fast_gradients = call(model, batch)
+    tight = dtype == torch.float32
+    assert abs(fast_loss - loss) < (1e-5 if tight else 4e-2)
+    error = (fast_gradients - gradients).norm() / gradients.norm()
+    assert error < (2e-5 if tight else 0.4)
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_loss_and_gradients(kind, padding, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("a mask that the kernels express")
+
+    model_of(kind)
+    compare(kind, padding=padding)
+    monkeypatch.setattr(attention_interface, "_transformers_attention", refuse)
+    accelerate(model_of(kind), quiet)(**batch_of(kind, padding))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_bf16(kind):
+    compare(kind, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_checkpointed_layers(kind):
+    def call(model, batch):
+        model.gradient_checkpointing_enable()
+        return step(model, batch)
+
+    compare(kind, call)
+
+
+def autocast(model, batch):
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, gradients = step(model, batch)
+    return loss, gradients
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5", "bert"])
+def test_autocast_is_near(kind):
+    model = model_of(kind)
+    batch = batch_of(kind)
+    loss, gradients = autocast(model, batch)
+    fast_loss, fast_gradients = autocast(accelerate(model, quiet), batch)
+    assert abs(fast_loss - loss) < 3e-2
+    assert (fast_gradients - gradients).norm() < 0.1 * gradients.norm()
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gpt_oss", "qwen3_moe"])
+def test_packed_documents(kind):
+    positions = torch.cat((torch.arange(7), torch.arange(12))).expand(3, -1)
+    compare(kind, lambda model, batch: step(model, {**batch, "position_ids": positions}))
+
+
+def test_packed_delta_rule_equals_documents_apart():
+    model = accelerate(model_of("qwen3_5"), quiet).eval()
+    tokens = batch_of("qwen3_5")["input_ids"][:1]
+    bounds = torch.tensor([0, 7, 19], dtype=torch.int32)
+    positions = torch.cat((torch.arange(7), torch.arange(12)))[None]
+    with torch.no_grad():
+        documents = {"position_ids": positions, "cu_seq_lens_q": bounds, "use_cache": False}
+        packed = model(tokens, **documents).logits
+        apart = [model(part).logits for part in (tokens[:, :7], tokens[:, 7:])]
+    torch.testing.assert_close(packed, torch.cat(apart, 1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("boolean", [True, False])
+def test_own_masks_go_to_torch(boolean):
+    visible = torch.rand(3, 1, 19, 19) > 0.3
+    visible |= torch.eye(19, dtype=torch.bool)
+    mask = visible if boolean else torch.zeros(3, 1, 19, 19).masked_fill(~visible, -1e9)
+    compare("llama", lambda model, batch: step(model, {**batch, "attention_mask": mask}))
+
+
+@pytest.mark.parametrize(("cache", "padding"), [("static", "left"), (None, "none")])
+@pytest.mark.parametrize("kind", CAUSAL)
+def test_generated_tokens(kind, cache, padding):
+    model = model_of(kind).eval()
+    batch = batch_of(kind, padding)
+    del batch["labels"]
+    options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": cache}
+    tokens = model.generate(**batch, **options)
+    assert torch.equal(accelerate(model, quiet).generate(**batch, **options), tokens)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_compiled_without_a_break(kind):
+    model = model_of(kind)
+    batch = batch_of(kind)
+    loss, gradients = step(model, batch)
+    accelerate(model, quiet)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    model.zero_grad()
+    fast = compiled(**batch).loss
+    fast.backward()
+    fast_gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert abs(fast.item() - loss) < 1e-5
+    assert (fast_gradients - gradients).norm() < 1e-5 * gradients.norm()
+
+
+def test_frozen_parts_have_no_gradient():
+    model = accelerate(model_of("qwen3_moe"), quiet)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("self_attn" in name)
+    model(**batch_of("qwen3_moe")).loss.backward()
+    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert trained and all("self_attn" in name for name in trained)
+
+
+def test_dropout_is_repeated_by_a_checkpoint():
+    model = model_of("llama")
+    model.config.attention_dropout = 0.5
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    accelerate(model, quiet)
+    results = []
+    for checkpointed in (False, True):
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        torch.manual_seed(7)
+        results.append(step(model, batch_of("llama")))
+    assert results[0][0] == results[1][0]
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_logits_are_computed_when_they_are_read():
+    model = model_of("llama")
+    batch = batch_of("llama")
+    expected = model(**batch).logits
+    output = accelerate(model, quiet)(**batch)
+    assert isinstance(output.logits, LazyLogits)
+    assert output.logits.known is None
+    assert output.logits.shape == expected.shape
+    torch.testing.assert_close(output.logits * 1, expected, rtol=1e-4, atol=1e-4)
+    shifted = output.logits[:, :-1].float().mean()
+    shifted.backward()
+    assert model.lm_head.weight.grad is not None
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_loss_in_blocks(reduction, monkeypatch):
+    monkeypatch.setattr("fugaku_megatron.torch_backend.linear_loss.BLOCK_BYTES", 4 * 3 * 11)
+    head = torch.nn.Linear(8, 11)
+    x = torch.randn(2, 7, 8, requires_grad=True)
+    labels = torch.randint(0, 11, (2, 7))
+    labels[0, :3] = -100
+    results = []
+    for layer in (head, accelerated_head(head)):
+        logits = layer(x)[..., :-1, :].contiguous().view(-1, 11).float()
+        loss = torch.nn.functional.cross_entropy(
+            logits, labels[:, 1:].reshape(-1), reduction=reduction
+        )
+        results.append((loss, *torch.autograd.grad(3 * loss, (x, head.weight, head.bias))))
+    for expected, value in zip(*results):
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5)
+
+
+def accelerated_head(head):
+    """Return a layer with the same parameters and the lazy forward."""
+    from fugaku_megatron.torch_backend.logits import lazy_linear
+
+    return lambda x: lazy_linear(head, x)
+
+
+def test_line_and_undo():
+    model = model_of("qwen3_5")
+    batch = batch_of("qwen3_5")
+    loss, _ = step(model, batch)
+    lines = []
+    assert fm.accelerate(model, lines.append) is model
+    assert lines == [
+        "accelerate: replaced attention, 8 RMS norms, gated delta rule and convolution, output layer"
+    ]
+    assert "forward" in vars(model.lm_head)
+    copied = copy.deepcopy(model)
+    restore(copied)
+    assert "forward" not in vars(copied.lm_head)
+    accelerate(model, quiet)
+    restore(model)
+    assert "forward" not in vars(model.lm_head)
+    assert model.config._attn_implementation == "sdpa"
+    assert step(model, batch)[0] == pytest.approx(loss, abs=1e-5)
+    modeling = sys.modules[type(model).__module__]
+    assert not hasattr(modeling.torch_chunk_gated_delta_rule, "original")
+    restore(model)
+
+
+def test_parts_that_are_left():
+    model = model_of("llama")
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    model.model.norm.forward = lambda x: x
+    lines = []
+    accelerate(model, lines.append)
+    assert lines[0].endswith("left output layer Sequential")
+
+
+def test_refuses_other_models():
+    with pytest.raises(ValueError, match="accelerate: Linear contains no model of transformers"):
+        accelerate(torch.nn.Linear(2, 2))
+
+
+def test_names_without_accelerate():
+    import transformers
+
+    import fugaku_megatron.torch_backend  # noqa: F401
+
+    config = model_of("qwen3_moe").config
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="fugaku", experts_implementation="fugaku"
+    )
+    assert model(**batch_of("qwen3_moe")).loss.isfinite()
