@@ -317,6 +317,11 @@ void replace(torch::Library& library, const char* name) {
   operators()[name] = &Replaced<Original, Size>::row;
 }
 
+// _fused_adam_ and _fused_adamw_ with a number as the learning rate.
+using FusedStep = void(at::TensorList, at::TensorList, at::TensorList, at::TensorList,
+                       at::TensorList, at::TensorList, double, double, double, double, double, bool,
+                       bool, const std::optional<Tensor>&, const std::optional<Tensor>&);
+
 void replace_all(torch::Library& cpu) {
   replace<&at::cpu::mm, MultiplyAdds>(cpu, "mm");
   replace<&at::cpu::mm_outf, MultiplyAdds>(cpu, "mm.out");
@@ -324,6 +329,9 @@ void replace_all(torch::Library& cpu) {
   replace<&at::cpu::addmm_outf, AddedMultiplyAdds>(cpu, "addmm.out");
   replace<&at::cpu::bmm, MultiplyAdds>(cpu, "bmm");
   replace<&at::cpu::bmm_outf, MultiplyAdds>(cpu, "bmm.out");
+  replace<&at::cpu::embedding_dense_backward>(cpu, "embedding_dense_backward");
+  replace<static_cast<FusedStep*>(&at::cpu::_fused_adam_)>(cpu, "_fused_adam_");
+  replace<static_cast<FusedStep*>(&at::cpu::_fused_adamw_)>(cpu, "_fused_adamw_");
 }
 
 // Drops the warning that a kernel of the same operator is replaced.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from . import matmul
+from . import adamw, embedding, matmul
 from .build import Dispatch
 
 
@@ -27,6 +27,8 @@ class Operator(NamedTuple):
 
 _PRODUCT = 1 << 20
 _PRODUCT_WHY = "PyTorch's own takes about as long as the call of Python, 10 us"
+_STEP = 1 << 18
+_STEP_WHY = "a kernel is called once for each tensor of the list"
 
 OPERATORS = (
     Operator("mm", matmul.mm, _PRODUCT, _PRODUCT_WHY),
@@ -35,6 +37,14 @@ OPERATORS = (
     Operator("addmm.out", matmul.addmm, _PRODUCT, _PRODUCT_WHY),
     Operator("bmm", matmul.bmm, _PRODUCT, _PRODUCT_WHY),
     Operator("bmm.out", matmul.bmm, _PRODUCT, _PRODUCT_WHY),
+    Operator(
+        "embedding_dense_backward",
+        embedding.embedding_dense_backward,
+        1 << 16,
+        "sixteen thousand elements take PyTorch about as long as the call of Python",
+    ),
+    Operator("_fused_adam_", adamw.adam, _STEP, _STEP_WHY),
+    Operator("_fused_adamw_", adamw.adamw, _STEP, _STEP_WHY),
 )
 
 

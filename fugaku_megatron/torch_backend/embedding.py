@@ -1,0 +1,34 @@
+"""Gradient of an embedding's table, FP32 and BF16."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..host import kernels
+
+TYPES = (torch.float32, torch.bfloat16)
+
+
+def embedding_dense_backward(
+    grad_output: Tensor,
+    indices: Tensor,
+    num_weights: int,
+    padding_idx: int,
+    scale_grad_by_freq: bool,
+) -> object:
+    """Return the gradient (num_weights, h), summed in FP32.
+
+    padding_idx: row without a gradient, -1 for none
+    """
+    integers = indices.dtype in (torch.int64, torch.int32)
+    if scale_grad_by_freq or grad_output.dtype not in TYPES or not integers:
+        return NotImplemented
+    if grad_output.numel() == 0 or num_weights == 0:
+        return NotImplemented
+    tokens = indices.long().contiguous()
+    if padding_idx >= 0:
+        tokens = torch.where(tokens == padding_idx, num_weights, tokens)  # a row outside is skipped
+    gradient = torch.zeros(num_weights, grad_output.shape[-1], dtype=torch.float32)
+    kernels.embedding_backward(tokens, grad_output.contiguous(), gradient)
+    return gradient.to(grad_output.dtype)

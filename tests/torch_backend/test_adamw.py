@@ -1,0 +1,63 @@
+"""Fused steps of Adam and AdamW and the gradient of an embedding's table against PyTorch's own kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fugaku_megatron import torch_backend
+from fugaku_megatron.torch_backend import build, operators
+
+pytestmark = pytest.mark.unit
+
+OPTIONS = [{}, {"weight_decay": 0.1}, {"maximize": True}, {"amsgrad": True}, {"eps": 0.0}]
+
+
+def trained(
+    optimizer: type[torch.optim.Adam], dtype: torch.dtype, **options: object
+) -> list[Tensor]:
+    """Return parameters and moments after five steps."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(300, 70), (7,), (0,)]
+    params = [
+        torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes
+    ]
+    steps = optimizer(params, lr=1e-2, fused=True, **options)
+    for _ in range(5):
+        for each in params:
+            each.grad = torch.randn(each.shape, generator=generator).to(dtype)
+        steps.step()
+    moments = [steps.state[each][name] for each in params for name in ("exp_avg", "exp_avg_sq")]
+    return [*(each.detach() for each in params), *moments]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW])
+def test_fused_step(
+    optimizer: type[torch.optim.Adam], dtype: torch.dtype, options: dict[str, object]
+) -> None:
+    with torch_backend.enabled(False):
+        expected = trained(optimizer, dtype, **options)
+    with torch_backend.enabled(kernels="native"), operators.smallest(build.load(), 0):
+        values = trained(optimizer, dtype, **options)
+    for value, reference in zip(values, expected, strict=True):
+        torch.testing.assert_close(value, reference)
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("integer", [torch.int64, torch.int32])
+def test_embedding_gradient(integer: torch.dtype, dtype: torch.dtype, padding: int | None) -> None:
+    tokens = torch.randint(0, 50, (4, 64)).to(integer)
+    tokens[0, :5] = 3
+    table = torch.randn(50, 24, dtype=dtype, requires_grad=True)
+    gradient = torch.randn(4, 64, 24, dtype=dtype)
+    with torch_backend.enabled(False):
+        exact = F.embedding(tokens, table.double(), padding)
+        (expected,) = torch.autograd.grad(exact, table, gradient.double())
+    with torch_backend.enabled(kernels="native"), operators.smallest(build.load(), 0):
+        (value,) = torch.autograd.grad(F.embedding(tokens, table, padding), table, gradient)
+    torch.testing.assert_close(value, expected)
