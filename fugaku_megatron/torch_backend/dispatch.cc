@@ -6,7 +6,8 @@
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/PythonTorchFunctionTLS.h>
-#include <ATen/ops/rms_norm_native.h>
+#include <ATen/ops/rms_norm_compositeimplicitautograd_dispatch.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
@@ -184,6 +185,9 @@ void append(Key& key, at::TensorList tensors) {
 void append(Key& key, const at::Scalar& x) {
   key.push_back(static_cast<int64_t>(x.toDouble() * 4096));
 }
+void append(Key& key, c10::string_view x) {
+  key.push_back(static_cast<int64_t>(std::hash<std::string_view>()(x)));
+}
 // A number with a fraction (a learning rate) may change at each call.
 template <class T>
 void append(Key& key, const T& value) {
@@ -230,11 +234,44 @@ struct AddedMultiplyAdds {
   }
 };
 
+// Scores of a sample times elements of a head.
+struct AttentionMultiplyAdds {
+  template <typename... Rest>
+  static int64_t of(const Tensor& query, const Tensor& key, const Tensor&, double, const Rest&...) {
+    if (!served_type(query) || query.dim() != 4 || key.dim() != 4) return 0;
+    return query.size(1) * query.size(2) * query.size(3) * key.size(2);
+  }
+  // Of the backward, whose first tensor is a gradient.
+  template <typename... Rest>
+  static int64_t of(const Tensor&, const Tensor& query, const Tensor& key, const Tensor& value,
+                    const Rest&...) {
+    return of(query, key, value, 0.0);
+  }
+};
+// Of an operator that PyTorch composes of others: traces, modes, transforms and forward-mode derivatives need the others.
+struct ComposedElements {
+  static constexpr int64_t NEVER = -1;
+  template <typename... Rest>
+  static int64_t of(const Tensor& x, const Rest&...) {
+    using c10::DispatchKey;
+    const bool transformed =
+        c10::impl::tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerBackMode) ||
+        c10::impl::tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerFrontMode);
+    const bool traced =
+        x.key_set().has_any(c10::python_ks) || c10::impl::TorchDispatchModeTLS::any_modes_set();
+    return transformed || traced || x._fw_grad(0).defined() ? NEVER : Elements::of(x);
+  }
+};
+
 template <typename T>
 py::object to_python(const T& value) {
   return py::cast(value);
 }
 py::object to_python(at::TensorList tensors) { return py::cast(tensors.vec()); }
+py::object to_python(at::IntArrayRef numbers) { return py::cast(numbers.vec()); }
+py::object to_python(c10::SymIntArrayRef numbers) {
+  return to_python(C10_AS_INTARRAYREF_SLOW(numbers));
+}
 
 // The value of an operator: what `serve` returned, or the tensors that it was asked to write.
 template <typename Return>
@@ -242,6 +279,20 @@ struct Result {
   template <typename... A>
   static Return of(const py::object& returned, A&...) {
     return returned.cast<Return>();
+  }
+};
+// None: an undefined tensor.
+template <typename... T>
+struct Result<std::tuple<T...>> {
+  template <typename... A>
+  static std::tuple<T...> of(const py::object& returned, A&...) {
+    return each(returned.cast<py::tuple>(), std::index_sequence_for<T...>());
+  }
+
+ private:
+  template <size_t... I>
+  static std::tuple<T...> each(const py::tuple& values, std::index_sequence<I...>) {
+    return {values[I].is_none() ? T() : values[I].template cast<T>()...};
   }
 };
 template <>
@@ -253,7 +304,16 @@ template <>
 struct Result<Tensor&> {
   template <typename... A>
   static Tensor& of(const py::object&, A&... arguments) {
-    return (arguments, ...);
+    Tensor* out = nullptr;
+    ((out = written(arguments, out)), ...);
+    return *out;
+  }
+
+ private:
+  static Tensor* written(Tensor& out, Tensor*) { return &out; }
+  template <typename T>
+  static Tensor* written(const T&, Tensor* before) {
+    return before;
   }
 };
 
@@ -332,6 +392,21 @@ void replace_all(torch::Library& cpu) {
   replace<&at::cpu::embedding_dense_backward>(cpu, "embedding_dense_backward");
   replace<static_cast<FusedStep*>(&at::cpu::_fused_adam_)>(cpu, "_fused_adam_");
   replace<static_cast<FusedStep*>(&at::cpu::_fused_adamw_)>(cpu, "_fused_adamw_");
+  replace<&at::cpu::_scaled_dot_product_flash_attention_for_cpu, AttentionMultiplyAdds>(
+      cpu, "_scaled_dot_product_flash_attention_for_cpu");
+  replace<&at::cpu::_scaled_dot_product_flash_attention_for_cpu_backward, AttentionMultiplyAdds>(
+      cpu, "_scaled_dot_product_flash_attention_for_cpu_backward");
+  replace<&at::cpu::native_layer_norm>(cpu, "native_layer_norm");
+  replace<&at::cpu::native_layer_norm_backward>(cpu, "native_layer_norm_backward");
+  replace<&at::compositeimplicitautograd::rms_norm_symint, ComposedElements>(cpu, "rms_norm");
+  replace<&at::cpu::gelu>(cpu, "gelu");
+  replace<&at::cpu::gelu_outf>(cpu, "gelu.out");
+  replace<&at::cpu::gelu_>(cpu, "gelu_");
+}
+
+// Operators without a derivative of their own; `serve` adds one.
+void replace_composed(torch::Library& autograd) {
+  replace<&at::compositeimplicitautograd::rms_norm_symint, ComposedElements>(autograd, "rms_norm");
 }
 
 // Drops the warning that a kernel of the same operator is replaced.
@@ -345,8 +420,11 @@ bool install() {
   if (!operators().empty()) return false;
   Silent silent;
   const c10::WarningUtils::WarningHandlerGuard guard(&silent);
-  replace_all(
-      *new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__));
+  const auto library = [](c10::DispatchKey key) -> torch::Library& {
+    return *new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
+  };
+  replace_all(library(c10::DispatchKey::CPU));
+  replace_composed(library(c10::DispatchKey::AutogradCPU));
   return true;
 }
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from . import adamw, embedding, matmul
+from . import activations, adamw, attention, embedding, matmul, norms
 from .build import Dispatch
 
 
@@ -15,7 +15,8 @@ class Operator(NamedTuple):
 
     name: ATen's, with the overload
     serve: gets the operator's arguments; returns its value, or NotImplemented before anything is written
-    smallest: smaller calls stay with PyTorch: multiply-adds of a product, else elements of the first tensor
+    smallest: smaller calls stay with PyTorch: multiply-adds of a product, or of attention's scores of a sample, else elements of the
+        first tensor
     why: reason for `smallest`
     """
 
@@ -29,6 +30,10 @@ _PRODUCT = 1 << 20
 _PRODUCT_WHY = "PyTorch's own takes about as long as the call of Python, 10 us"
 _STEP = 1 << 18
 _STEP_WHY = "a kernel is called once for each tensor of the list"
+_ATTENTION = 1 << 22
+_ATTENTION_WHY = "packing a smaller sample takes longer than the kernels gain"
+_ROWS = 1 << 15
+_ROWS_WHY = "the kernels gain less than the call of Python takes"
 
 OPERATORS = (
     Operator("mm", matmul.mm, _PRODUCT, _PRODUCT_WHY),
@@ -45,6 +50,24 @@ OPERATORS = (
     ),
     Operator("_fused_adam_", adamw.adam, _STEP, _STEP_WHY),
     Operator("_fused_adamw_", adamw.adamw, _STEP, _STEP_WHY),
+    Operator(
+        "_scaled_dot_product_flash_attention_for_cpu",
+        attention.flash_attention,
+        _ATTENTION,
+        _ATTENTION_WHY,
+    ),
+    Operator(
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+        attention.flash_attention_backward,
+        _ATTENTION,
+        _ATTENTION_WHY,
+    ),
+    Operator("native_layer_norm", norms.layer_norm, _ROWS, _ROWS_WHY),
+    Operator("native_layer_norm_backward", norms.layer_norm_backward, _ROWS, _ROWS_WHY),
+    Operator("rms_norm", norms.rms_norm, _ROWS, _ROWS_WHY),
+    Operator("gelu", activations.gelu, _ROWS, _ROWS_WHY),
+    Operator("gelu.out", activations.gelu, _ROWS, _ROWS_WHY),
+    Operator("gelu_", activations.gelu_in_place, _ROWS, _ROWS_WHY),
 )
 
 

@@ -1,0 +1,317 @@
+"""Attention of queries (b, n, q, d) to keys and values (b, g, k, d) in g groups, causal or with a mask of contiguous keys.
+
+Samples are packed in turn into rows (q, g, n / g + 2, d) for the kernels: the queries of a group, its key, its value. If queries do
+not attend to the keys at and before their own positions, keys and values are packed apart, as pairs (k, g, 2, d).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..host import kernels
+
+# Mean queries of a segment from which on the kernels gain more than calling them costs.
+SHORTEST_SEGMENTS = 32
+
+
+class Options(NamedTuple):
+    """Arguments of the operator after its tensors. attn_mask: added to scores"""
+
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    attn_mask: Tensor | None = None
+    scale: float | None = None
+
+
+class Heads(NamedTuple):
+    """Tensors of the operator: queries (b, n, q, d), keys and values (b, g, k, d)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+    @property
+    def supported(self) -> bool:
+        query, key, value = self
+        if query.dim() != 4 or key.dim() != 4 or key.shape != value.shape or not key.numel():
+            return False
+        b, n, _, d = query.shape
+        g, k = key.shape[1:3]
+        return (
+            query.dtype in (torch.float32, torch.bfloat16)
+            and key.dtype == value.dtype == query.dtype
+            and key.shape == (b, g, k, d)
+            and n % g == 0
+            and d % 4 == 0
+            and query.numel() > 0
+        )
+
+
+class Packed(NamedTuple):
+    """Queries, keys and values of a sample, or their gradients. pairs: None if keys and values are in the rows"""
+
+    rows: Tensor
+    pairs: Tensor | None
+
+    @staticmethod
+    def empty(heads: Heads, whole: bool) -> Packed:
+        query, key, _ = heads
+        _, n, q, d = query.shape
+        g, k = key.shape[1:3]
+        pairs = None if whole else query.new_empty(k, g, 2, d)
+        return Packed(query.new_empty(q, g, n // g + 2, d), pairs)
+
+    def empty_gradients(self) -> Packed:
+        """Build buffers of gradients, which the kernels add in FP32 if there are pairs."""
+        if self.pairs is None:
+            return Packed(torch.empty_like(self.rows), None)
+        rows, pairs = (torch.empty_like(x, dtype=torch.float32) for x in (self.rows, self.pairs))
+        return Packed(rows, pairs)
+
+    def views(self) -> tuple[Tensor, ...]:
+        """Return queries (g, n / g, q, d), keys and values (g, 1, k, d)."""
+        last = self.rows[..., -2:, :] if self.pairs is None else self.pairs
+        each = (self.rows[..., :-2, :], last[..., :1, :], last[..., 1:, :])
+        return tuple(x.permute(1, 2, 0, 3) for x in each)
+
+    def fill(self, heads: Heads, sample: int, factor: float) -> None:
+        """Pack a sample. factor: of queries"""
+        for view, x in zip(self.views(), heads, strict=True):
+            view.copy_(x[sample].unflatten(0, view.shape[:2]))
+        if factor != 1.0:
+            self.views()[0].mul_(factor)
+
+    def clear(self) -> None:
+        """Zero the gradients that the kernels add to."""
+        if self.pairs is not None:
+            for view in self.views():
+                view.zero_()
+
+
+class Segment(NamedTuple):
+    """Consecutive queries that one call of the kernels attends for.
+
+    queries, keys: of a sample.
+    first_query: position of the first query; the first key of the segment has 0. A query sees no key after its position.
+    starts: int32 (1, positions), the first key that each position sees; None: all see the first key.
+    """
+
+    queries: slice
+    keys: slice
+    first_query: int
+    starts: Tensor | None = None
+
+    def tensors(self, packed: Packed) -> list[Tensor]:
+        """Return the segment's rows (q, 1, (n + 2 g) d), and its pairs (k, 1, 2 g d) if there are any."""
+        rows = [packed.rows[self.queries]]
+        if packed.pairs is not None:
+            rows.append(packed.pairs[self.keys])
+        return [x.flatten(1).unsqueeze(1) for x in rows]
+
+    def call(self, name: str, inputs: list[Tensor], *others: Tensor) -> None:
+        """Call a kernel. inputs: see `tensors`; others: the kernel's arguments after them"""
+        if len(inputs) == 1:
+            getattr(kernels, f"attention_{name}")(*inputs, *others)
+            return
+        positions = max(self.first_query + len(inputs[0]), len(inputs[1]))
+        getattr(kernels, f"attention_part_{name}")(
+            *inputs, *others, positions, self.first_query, 0, starts=self.starts
+        )
+
+
+def _visible_ranges(mask: Tensor) -> tuple[list[int], list[int]] | None:
+    """Return each query's first visible key and the key after the last one, or None for other masks (q, k)."""
+    # NumPy compares and finds bits several times as fast as torch.
+    bits = torch.int32 if mask.element_size() == 4 else torch.int16
+    numbers = mask.view(bits).numpy()
+    visible = numbers == 0
+    if not np.array_equal(numbers == mask.new_tensor(-math.inf).view(bits).item(), ~visible):
+        return None
+    count = np.count_nonzero(visible, axis=1)
+    runs = np.count_nonzero(visible[:, 0]) + np.count_nonzero(visible[:, 1:] & ~visible[:, :-1])
+    if runs != np.count_nonzero(count):
+        return None
+    begin = visible.argmax(axis=1)
+    return begin.tolist(), (begin + count).tolist()
+
+
+def _segment(first: int, begin: list[int], end: list[int], step: int) -> Segment:
+    """Build the segment of queries from `first` on. begin, end: their visible keys. step: see `_segments`"""
+    keys = slice(begin[0], end[-1])
+    count = keys.stop - keys.start
+    first_query = end[0] - 1 - keys.start if step else count
+    queries = slice(first, first + len(begin))
+    if begin[0] == begin[-1]:
+        return Segment(queries, keys, first_query)
+    starts = torch.zeros(1, first_query + len(begin), dtype=torch.int32)
+    starts[0, first_query:] = torch.tensor(begin) - keys.start
+    return Segment(queries, keys, first_query, starts)
+
+
+def _segments(begin: list[int], end: list[int]) -> Iterator[Segment]:
+    """Split queries where the end of visible keys neither stays (step 0) nor advances with each query (step 1)."""
+    first = 0
+    while first < len(end):
+        last = first + 1
+        step = int(last < len(end) and end[last] == end[first] + 1)
+        sees_keys = begin[first] < end[first]
+        while (
+            last < len(end)
+            and end[last] == end[last - 1] + step
+            and begin[last] >= begin[last - 1]
+            and (begin[last] < end[last]) == sees_keys
+        ):
+            last += 1
+        if sees_keys:
+            yield _segment(first, begin[first:last], end[first:last], step)
+        first = last
+
+
+def _masked_segments(mask: Tensor) -> list[Segment] | None:
+    """Return the segments of a sample's mask (q, k), without queries that see no key; None if the kernels lack the mask."""
+    q = len(mask)
+    repeats = q if mask.stride(0) == 0 else 1
+    ranges = _visible_ranges(mask[: q // repeats])
+    if ranges is None:
+        return None
+    begin, end = (each * repeats for each in ranges)
+    segments = list(_segments(begin, end))
+    return segments if len(segments) <= 1 + q // SHORTEST_SEGMENTS else None
+
+
+def _unmasked_segments(q: int, k: int, is_causal: bool) -> list[Segment]:
+    if is_causal:
+        return [Segment(slice(q), slice(min(q, k)), 0)]
+    return [Segment(slice(q), slice(k), k)]
+
+
+def _samples(heads: Heads, options: Options) -> list[list[Segment]] | None:
+    """Return the segments of each sample, or None if the kernels lack the mask."""
+    b, n, q, _ = heads.query.shape
+    k = heads.key.shape[2]
+    if options.attn_mask is None:
+        return [_unmasked_segments(q, k, options.is_causal)] * b
+    mask = options.attn_mask.expand(b, n, q, k)
+    if options.is_causal or mask.dtype == torch.bool or (n > 1 and mask.stride(1)):
+        return None
+    samples: list[list[Segment]] = []
+    for sample in range(b):
+        if samples and mask.stride(0) == 0:
+            samples.append(samples[0])
+            continue
+        segments = _masked_segments(mask[sample, 0])
+        if segments is None:
+            return None
+        samples.append(segments)
+    return samples
+
+
+def _query_factor(query: Tensor, scale: float | None) -> float | None:
+    """Return the factor of queries for a scale, since the kernels' is d**-0.5; None if it would round a BF16 query."""
+    factor = 1.0 if scale is None else scale * math.sqrt(query.shape[-1])
+    if math.isclose(factor, 1.0, rel_tol=1e-6):
+        return 1.0
+    is_power_of_two = math.frexp(factor)[0] == 0.5
+    return factor if is_power_of_two or query.dtype == torch.float32 else None
+
+
+class Plan(NamedTuple):
+    """Calls of the kernels that serve a call of the operator.
+
+    samples: segments of each sample.
+    factor: of queries.
+    packed: buffers for one sample.
+    """
+
+    samples: list[list[Segment]]
+    factor: float
+    packed: Packed
+
+    @staticmethod
+    def of(heads: Heads, options: Options) -> Plan | None:
+        """Return the calls, or None if the kernels do not serve the operator's call."""
+        if options.dropout_p or not heads.supported:
+            return None
+        factor = _query_factor(heads.query, options.scale)
+        if factor is None:
+            return None
+        samples = _samples(heads, options)
+        if samples is None:
+            return None
+        same_positions = options.is_causal and heads.query.shape[2] == heads.key.shape[2]
+        return Plan(samples, factor, Packed.empty(heads, same_positions))
+
+
+def _flat(rows: Tensor) -> Tensor:
+    """Return rows (q, n, d) as the kernels' (q, 1, n d)."""
+    return rows.flatten(1).unsqueeze(1).contiguous()
+
+
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> object:
+    """Return the context, laid out as the queries, and the natural log of the sums (b, n, q). arguments: see `Options`"""
+    heads = Heads(query, key, value)
+    options = Options(*arguments)
+    plan = Plan.of(heads, options)
+    if plan is None:
+        return NotImplemented
+    b, n, q, _ = query.shape
+    out = torch.empty_like(query)
+    # Queries that see no key have log-sum 0 and context 0.
+    lse = query.new_zeros(b, q, n, dtype=torch.float32).transpose(1, 2)
+    for sample, segments in enumerate(plan.samples):
+        plan.packed.fill(heads, sample, plan.factor)
+        context = out[sample].transpose(0, 1)
+        rows = context if context.is_contiguous() else context.new_empty(context.shape)
+        if options.attn_mask is not None:
+            rows.zero_()
+        for segment in segments:
+            part = _flat(rows[segment.queries])
+            sums = lse.new_empty(1, n, len(part))
+            segment.call("forward", segment.tensors(plan.packed), part, sums)
+            lse[sample, :, segment.queries] = sums[0]
+        if rows is not context:
+            context.copy_(rows)
+    return out, lse
+
+
+def flash_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    *arguments: Any,
+) -> object:
+    """Return the gradients of query, key and value, each laid out as (b, q or k, n, d). arguments: see `Options`"""
+    heads = Heads(query, key, value)
+    plan = Plan.of(heads, Options(*arguments))
+    if plan is None:
+        return NotImplemented
+    results = tuple(
+        x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (query, key, value)
+    )
+    gradients = plan.packed.empty_gradients()
+    for sample, segments in enumerate(plan.samples):
+        plan.packed.fill(heads, sample, plan.factor)
+        gradients.clear()
+        for segment in segments:
+            segment.call(
+                "backward",
+                segment.tensors(plan.packed),
+                _flat(out[sample, :, segment.queries].transpose(0, 1)),
+                logsumexp[sample : sample + 1, :, segment.queries].contiguous(),
+                _flat(grad_out[sample, :, segment.queries].transpose(0, 1)),
+                *segment.tensors(gradients),
+            )
+        for result, gradient in zip(results, gradients.views(), strict=True):
+            result[sample].unflatten(0, gradient.shape[:2]).copy_(gradient)
+    if plan.factor != 1.0:
+        results[0].mul_(plan.factor)
+    return results
