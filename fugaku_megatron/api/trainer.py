@@ -22,7 +22,7 @@ from ..comm.base import Comm, SoloComm
 from ..comm.job import end_job_with_exceptions
 from ..comm.job import init as start_mpi
 from ..config.decay_shapes import SHAPES
-from ..config.fields import check, flag
+from ..config.fields import FieldValues, check, flag
 from ..config.run_config import RunConfig
 from ..convert.hugging_face.carried_files import carry
 from ..costs.plan import Length, Plan
@@ -177,16 +177,12 @@ class Trainer:
             "valid was passed to Trainer: "
             "pass one of them",
         )
-        if splits:
-            return replace(run, data=replace(run.data, data_path=self._named("data", data)))
-        return replace(
-            run,
-            data=replace(
-                run.data,
-                train_data_path=self._named("data", data),
-                valid_data_path=None if valid is None else self._named("valid", valid),
-            ),
-        )
+        given: FieldValues = {
+            "data_path" if splits else "train_data_path": self._named("data", data)
+        }
+        if valid is not None:
+            given["valid_data_path"] = self._named("valid", valid)
+        return replace(run, data=replace(run.data, **given))
 
     def _named(self, name: str, source: Source) -> tuple[str, ...]:
         if isinstance(source, (str, os.PathLike)):
@@ -447,7 +443,10 @@ class Trainer:
         self._finish_save()
         path = os.fspath(directory)
         output = self._run.output
-        self._carry_files(path)
+        source = self._sources.carried
+        if source is not None:  # the model's tokenizer files
+            copy = shutil.copytree if source.name == CARRIED else carry
+            carry_files(source, path, self._world, copy)
         if not (output.async_save or output.save_local):
             self._trainer.save(path)
             return
@@ -466,13 +465,6 @@ class Trainer:
     def _saved(self) -> None:
         self._saving = None
         atexit.unregister(self._finish_save)
-
-    def _carry_files(self, directory: str) -> None:
-        """Copy the model's tokenizer files. Collective."""
-        source = self._sources.carried
-        if source is not None:
-            copy = shutil.copytree if source.name == CARRIED else carry
-            carry_files(source, directory, self._world, copy)
 
     def load(
         self,

@@ -36,7 +36,7 @@ from ..config.recipes import RECIPES
 from ..config.rows import HEAD_MULTIPLE
 from ..config.run_config import GROUP_OF, GROUPS, RunConfig, all_flags, run_of
 from ..text.foreign_models import conversion, is_hugging_face
-from .otel_variables import with_otel_variables
+from .otel_variables import PREFIXES, with_otel_variables
 from .parser import Parser, add_field, nearest
 from .yaml_flags import complete_from_yaml
 
@@ -287,7 +287,10 @@ def interpret(values: FieldValues, passed: Collection[str] | None = None) -> Arg
         flags.world_size is None or flags.world_size > 0,
         f"--world-size is {flags.world_size}: pass a number above 0",
     )
-    fields, variable_notes = with_otel_variables(flags.fields)
+    fields = flags.fields
+    variable_notes: tuple[str, ...] = ()
+    if any(name.startswith(PREFIXES) for name in os.environ):
+        fields, variable_notes = with_otel_variables(fields)
     run, notes = checked_run(flags.recipe, fields, passed)
     check_other_flags(values, run)
     notes = flags.notes + variable_notes + notes

@@ -51,10 +51,6 @@ class Pattern(NamedTuple):
     layers: tuple[str, ...]
     stages: tuple[int, ...]
 
-    @property
-    def symbols(self) -> int:
-        return sum(map(len, self.layers))
-
 
 def parse_pattern(text: str) -> Pattern:
     """Cut a pattern into layers. Raises ValueError with the position for an unknown symbol."""
@@ -133,7 +129,7 @@ def _by_layer(fields: FieldValues, pattern: Pattern) -> FieldValues:
     found: FieldValues = {}
     ends = [*accumulate(map(len, pattern.layers))]
     firsts = [0, *ends[:-1]]
-    symbols = pattern.symbols
+    symbols = ends[-1]
     for name in PER_SYMBOL:
         if fields.get(name) is not None:
             each = marked_layers(name, fields[name], symbols)

@@ -10,8 +10,7 @@ from .records import MatmulCollectives, Record, Records, linear
 
 
 def with_adapters(run: RunConfig, records: Records) -> Records:
-    if not run.lora.on:
-        return records
+    """Add the adapters of a run to the records, whose weights are then frozen."""
     return tuple(
         each for record in records for each in (_frozen(run, record), *_adapters(run, record))
     )

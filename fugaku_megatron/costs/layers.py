@@ -74,7 +74,7 @@ def layer_records(
         records = (*around_mixer[0], *mixer, *around_mixer[1])
     if each.mlp is not None:
         records += (*around_mlp[0], *_mlp(run, each.mlp), *around_mlp[1])
-    return with_adapters(run, records)
+    return with_adapters(run, records) if run.lora.on else records
 
 
 def _mlp(run: RunConfig, mlp: str) -> Records:
@@ -131,7 +131,7 @@ def embedding_records(run: RunConfig) -> Records:
         records.append(
             Record(name="position_embeddings", parameters=positions, replicated=positions)
         )
-    return with_adapters(run, tuple(records))
+    return with_adapters(run, tuple(records)) if run.lora.on else tuple(records)
 
 
 @lru_cache(maxsize=64)
@@ -151,7 +151,8 @@ def head_records(run: RunConfig, tied: bool) -> Records:
     parameters = 0 if tied and model.tied else logits.parameters
     logits = replace(logits, parameters=parameters, is_head=True)
     loss = Record(name="cross_entropy", forward=3 * all_reduce(rows * FP32_BYTES, run.tp))
-    return with_adapters(run, (norm_record("final_layernorm", run), logits, loss))
+    records = (norm_record("final_layernorm", run), logits, loss)
+    return with_adapters(run, records) if run.lora.on else records
 
 
 def is_quantized(run: RunConfig, record: Record) -> bool:

@@ -75,7 +75,7 @@ def stored_bytes(rows: int, columns: int) -> int:
     return rows * (columns + SCALE_BYTES * math.ceil(columns / Q8_BLOCK))
 
 
-def _layer_savings(run: RunConfig, stage: int) -> int:
+def layer_savings(run: RunConfig, stage: int) -> int:
     saved = 0
     for unit in units(run, stage):
         if not isinstance(unit, int):
@@ -86,13 +86,9 @@ def _layer_savings(run: RunConfig, stage: int) -> int:
     return saved
 
 
-def q8_savings(run: RunConfig, stage: int) -> int:
-    return _layer_savings(run, stage) if run.lora.base_in_int8 else 0
-
-
 def q8_inference_savings(run: RunConfig, stage: int) -> int:
     """Return the bytes that linear layers and a head in eight bits save on a rank, which keeps a tied embedding as it is."""
-    saved = _layer_savings(run, stage)
+    saved = layer_savings(run, stage)
     if stage != run.placement.last_stage:
         return saved
     rows = vocabulary_rows(run)

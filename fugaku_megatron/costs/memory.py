@@ -20,7 +20,7 @@ from ..pipeline.schedule_names import row
 from .buckets import bucket_elements, bucket_units, unit_elements, updated_elements, zero_shards
 from .context_parallel import key_working_bytes
 from .layers import layer_records, per_layer
-from .linear_layers import q8_savings
+from .linear_layers import layer_savings
 from .mixers import mixer_costs
 from .mlp import mlp_width, pair_working_bytes, waiting_bytes
 from .optimizer_states import matrix_elements, scales, unit_segments
@@ -48,9 +48,12 @@ def frozen_elements(run: RunConfig, stage: int) -> int:
     return stage_parameters(run, stage) - sum(unit_elements(run, stage).values())
 
 
+def q8_savings(run: RunConfig, stage: int) -> int:
+    return layer_savings(run, stage) if run.lora.base_in_int8 else 0
+
+
 def frozen_bytes(run: RunConfig, stage: int) -> int:
-    saved = q8_savings(run, stage)
-    return run.element_bytes * frozen_elements(run, stage) - saved
+    return run.element_bytes * frozen_elements(run, stage) - q8_savings(run, stage)
 
 
 def _second_moment_of_muon(run: RunConfig, layout: Layout, stage: int) -> int:

@@ -12,11 +12,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
-from pkgutil import resolve_name
 
 from ..config.layer_kinds import LayerKind, column_parallel
 from ..config.model import ModelConfig
-from ..config.optimizer import MOMENT_BLOCK, OPTIMIZERS
+from ..config.optimizer import MOMENT_BLOCK
 from ..config.rows import ACTIVATIONS, MLP_OF_EXPERTS
 from ..config.run_config import RunConfig
 from .layers import per_layer
@@ -214,10 +213,3 @@ def muon_matmuls(run: RunConfig, stage: int) -> Matmuls:
         for (m, n), count in matrices.items()
         for sides in ((m, m, n), (m, m, m), (m, n, m))
     ]
-
-
-def step_matmuls(run: RunConfig, stage: int) -> Matmuls:
-    """Return the matmuls of an optimizer step on a stage's data-parallel ranks."""
-    matmuls = OPTIMIZERS[run.optimizer.optimizer].matmuls
-    found: Matmuls = resolve_name(matmuls)(run, stage) if matmuls else []
-    return found

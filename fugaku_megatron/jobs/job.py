@@ -106,11 +106,8 @@ def node_shape(nodes: int) -> torus.Shape | None:
     return shape
 
 
-def decide(args: argparse.Namespace, own: tuple[str, ...]) -> Job:
-    """Return the job that parsed flags describe.
-
-    own: names of flags that do not belong to pretrain_gpt.py
-    """
+def decide(args: argparse.Namespace) -> Job:
+    """Return the job that parsed flags describe."""
     mode = limits.mode(args.mode)
     groups, source = limits.resource_groups()
     group = _group(args, groups)
@@ -123,13 +120,11 @@ def decide(args: argparse.Namespace, own: tuple[str, ...]) -> Job:
         mode.ghz,
         mode.eco_state == 2,
     )
-    run = run_of(args, system, own, {"micro_batch_size": 1})
+    run = run_of(args, system, {"micro_batch_size": 1})
     if run.batch.global_batch_size is None:
         raise ValueError("--global-batch-size is missing: the layout depends on it")
-    chosen_here = {*own} - {"ranks_per_node"}
-    held = {name for name, value in vars(args).items() if value is not None} - chosen_here
     asked = _elapse(args.elapse, group)
-    plans = placed_plans(run, system, frozenset(held), shape)
+    plans = placed_plans(run, system, search.held_fields(args), shape)
     best = plans[0]
     iterations, _ = batches.run_length(best.run, run.batch.global_batch_size)
     whole = limits.start_up(args.nodes) + iterations * best.seconds + limits.MARGIN

@@ -31,22 +31,6 @@ from . import job as jobs
 from . import limits, render, script
 from .submission import Submission
 
-OWN = (
-    "nodes",
-    "ranks_per_node",
-    "mode",
-    "group",
-    "volumes",
-    "elapse",
-    "resource_group",
-    "name",
-    "kind",
-    "check_layout",
-    "output",
-    "all",
-    "report",
-    "slurm",
-)
 GROUP_VARIABLE = "FUGAKU_GROUP"
 SHORT = "--train-iters 20 --eval-iters 0 --elapse 01:00:00"
 # file in scripts/pjsub -> the options that render it
@@ -152,7 +136,7 @@ def job_from(args: argparse.Namespace) -> jobs.Job:
         not args.check_layout or args.kind in render.CHECKED_KINDS,
         f"--check-layout checks before a run of --kind {' or '.join(render.CHECKED_KINDS)}, not {args.kind}: leave it out",
     )
-    job = jobs.decide(args, OWN)
+    job = jobs.decide(args)
     problems = checks.problems(render.render(job), group="submitter", files=False)
     check(not problems, problems[0].text if problems else "")
     return job

@@ -244,10 +244,10 @@ CLUSTERS = {
                 "module load gcc openmpi            # names differ between sites, see `module avail`",
             ),
             recipes=(
-                Recipe("124m", nodes=16, tp=1, pp=1),
-                Recipe("1.3b", nodes=32, tp=4, pp=1, flags=FP32_LARGE),
-                Recipe("13b", nodes=96, tp=4, pp=8, flags=FP32_LARGE),
-                Recipe("30b", nodes=256, tp=4, pp=32, flags=FP32_LARGE),
+                Recipe("124m", 16, tp=1, pp=1),
+                Recipe("1.3b", 32, tp=4, pp=1, flags=FP32_LARGE),
+                Recipe("13b", 96, tp=4, pp=8, flags=FP32_LARGE),
+                Recipe("30b", 256, tp=4, pp=32, flags=FP32_LARGE),
             ),
         ),
         Cluster(
@@ -260,10 +260,10 @@ CLUSTERS = {
                 "module load gcc openmpi",
             ),
             recipes=(
-                Recipe("124m", nodes=4, tp=1, pp=1, flags="--micro-batch-size 4"),
-                Recipe("1.3b", nodes=8, tp=1, pp=1, flags=BF16),
-                Recipe("13b", nodes=16, tp=2, pp=2, flags=BF16_LARGE),
-                Recipe("30b", nodes=32, tp=2, pp=4, flags=BF16_LARGE),
+                Recipe("124m", 4, tp=1, pp=1, flags="--micro-batch-size 4"),
+                Recipe("1.3b", 8, tp=1, pp=1, flags=BF16),
+                Recipe("13b", 16, tp=2, pp=2, flags=BF16_LARGE),
+                Recipe("30b", 32, tp=2, pp=4, flags=BF16_LARGE),
             ),
         ),
         Cluster(
@@ -276,10 +276,10 @@ CLUSTERS = {
                 "module load gcc openmpi            # or the site's MPICH or Intel MPI",
             ),
             recipes=(
-                Recipe("124m", nodes=4, tp=1, pp=1, flags="--micro-batch-size 2"),
-                Recipe("1.3b", nodes=8, tp=2, pp=1, flags=BF16),
-                Recipe("13b", nodes=24, tp=4, pp=4, flags=BF16_LARGE),
-                Recipe("30b", nodes=48, tp=8, pp=6, flags=BF16_LARGE),
+                Recipe("124m", 4, tp=1, pp=1, flags="--micro-batch-size 2"),
+                Recipe("1.3b", 8, tp=2, pp=1, flags=BF16),
+                Recipe("13b", 24, tp=4, pp=4, flags=BF16_LARGE),
+                Recipe("30b", 48, tp=8, pp=6, flags=BF16_LARGE),
             ),
         ),
     )

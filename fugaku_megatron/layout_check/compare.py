@@ -235,7 +235,10 @@ class Comparison:
                     piece.point, torch.zeros(piece.shape, dtype=torch.bool)
                 )
                 covered[piece.index] = True
-        allowed = self._allowed(piece.point, whole, reference)
+        allowed = self.tolerance.of_point(piece.point)
+        weight = _counterpart(piece.point._replace(kind=USED), reference)
+        if piece.point.kind == UPDATE and weight is not None:
+            allowed = self.tolerance.of_update(whole, weight)
         largest = self.kinds.setdefault(piece.point.kind, Largest())
         largest.tensors.add(piece.point)
         if error / allowed >= largest.error / largest.allowed:
@@ -246,13 +249,6 @@ class Comparison:
             self.differences.append(
                 Difference(piece.point, ranks, error, allowed, words, between=piece.between)
             )
-
-    def _allowed(self, point: Point, whole: Tensor, reference: Reference) -> float:
-        if point.kind == UPDATE:
-            weight = _counterpart(point._replace(kind=USED), reference)
-            if weight is not None:
-                return self.tolerance.of_update(whole, weight)
-        return self.tolerance.of_point(point)
 
     def rows(self) -> list[str]:
         """Return the table's lines, one for each kind of tensors."""

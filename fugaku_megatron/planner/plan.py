@@ -49,9 +49,6 @@ SHOWN = 10  # plans in the table
 Ranked = tuple[LayoutCandidate, Prediction]
 
 
-OWN = ("ramp_divisible", "explain", "features", "against", "png")
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the system's flags, and flags that limit the search or select the output."""
     add_system_arguments(parser)
@@ -106,7 +103,7 @@ def main(args: argparse.Namespace) -> int:
         software.load(args.against, "--against")
     check_picture(args.png)
     system = system_of(args)
-    run = run_of(args, system, OWN, {"micro_batch_size": 1})
+    run = run_of(args, system, {"micro_batch_size": 1})
     check(
         run.batch.global_batch_size is not None,
         "--global-batch-size is missing: pass it, because the search compares layouts "

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
@@ -25,17 +25,6 @@ from ..text.named_files import JsonObject
 from . import machine, peak_memory, search, software
 from .model import Prediction, predict
 from .system import System
-
-OWN = (
-    "machine",
-    "ghz",
-    "eco_state",
-    "software",
-    "nodes",
-    "ranks_per_node",
-    "json",
-)  # names of the system's flags
-
 
 DEFAULT_SOFTWARE = {"a100": "megatron-a100", "a100-before-0225": "megatron-a100"}
 
@@ -70,13 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_of(
     args: argparse.Namespace,
     system: System,
-    own: Sequence[str] = (),
     defaults: JsonObject | None = None,
 ) -> RunConfig:
-    """Return the run that pretrain_gpt.py's flags describe. Raise ValueError for
+    """Return the run that pretrain_gpt.py's flags among `args` describe. Raise ValueError for
     contradictions.
     """
-    values = {name: value for name, value in vars(args).items() if name not in (*OWN, *own)}
+    values = vars(args)
     if values.get("recipe") is None:
         values = {**(defaults or {}), **values}
     world_size = values["world_size"]

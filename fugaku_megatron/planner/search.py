@@ -537,5 +537,4 @@ def _judge(asked: RunConfig, system: System) -> LayoutCandidate | str:
 
 def held_fields(args: argparse.Namespace) -> Held:
     """Return the fields of command-line flags; a recipe's values do not count."""
-    names = {name for name, value in vars(args).items() if value is not None}
-    return frozenset(names - ({"ranks_per_node"} if args.ranks_per_node is None else set()))
+    return frozenset(name for name, value in vars(args).items() if value is not None)

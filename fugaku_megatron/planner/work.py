@@ -10,10 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pkgutil import resolve_name
 from types import MappingProxyType
 
 from ..config import features
 from ..config.layer_kinds import LayerKind
+from ..config.optimizer import OPTIMIZERS
 from ..config.rows import MLP_OF_EXPERTS
 from ..config.run_config import RunConfig
 from ..costs import memory
@@ -28,7 +30,6 @@ from ..costs.layers import (
 )
 from ..costs.mixers import mixer_costs
 from ..costs.mlp import mlp_width
-from ..costs.optimizer_states import step_matmuls
 from ..costs.records import (
     COMBINE,
     DISPATCH,
@@ -125,7 +126,9 @@ Pieces = list[tuple[Work, int]]  # work, and how often it is done
 
 
 def optimizer_matmuls(run: RunConfig, stage: int) -> Work:
-    matmuls = step_matmuls(run, stage)
+    """Return the matmuls of an optimizer step on a stage's data-parallel ranks."""
+    name = OPTIMIZERS[run.optimizer.optimizer].matmuls
+    matmuls = resolve_name(name)(run, stage) if name else []
     return Work(matmuls=tuple(Matmul(m=m, n=n, k=k, times=count) for count, m, n, k in matmuls))
 
 

@@ -40,18 +40,18 @@ class Finding:
 
 def findings(sections: Sections) -> list[JsonObject]:
     """Return severe findings first; a finding on several nodes is listed once."""
-    found: dict[str, Finding] = {}
-    places: dict[str, list[int]] = {}
-    for finding in (finding for look in LOOKS for finding in look(sections)):
-        found.setdefault(finding.what, finding)
-        places.setdefault(finding.what, []).extend([] if finding.node is None else [finding.node])
+    found: dict[str, list[Finding]] = {}
+    for look in LOOKS:
+        for finding in look(sections):
+            found.setdefault(finding.what, []).append(finding)
     return [
-        asdict(replace(finding, what=finding.what + _on_nodes(places[finding.what])))
-        for finding in sorted(found.values(), key=lambda finding: not finding.severe)
+        asdict(replace(alike[0], what=alike[0].what + _on_nodes(alike)))
+        for alike in sorted(found.values(), key=lambda alike: not alike[0].severe)
     ]
 
 
-def _on_nodes(numbers: list[int]) -> str:
+def _on_nodes(alike: list[Finding]) -> str:
+    numbers = [finding.node for finding in alike if finding.node is not None]
     if not numbers:
         return ""
     if len(numbers) == 1:

@@ -83,7 +83,7 @@ def is_importing(frame: FrameType | None) -> bool:
     return sys.is_finalizing()
 
 
-class StopSignals:
+class StopSignals(EarlyStop):
     """A block in which the first signal only sets `stop_requested`, so that the trainer can save; a second ends the process.
 
     Ranks receive a signal at different times and must agree on when to stop. A signal received during the start
@@ -91,8 +91,8 @@ class StopSignals:
     """
 
     def __init__(self, signals: Iterable[int] = STOP_SIGNALS) -> None:
+        super().__init__()
         self.signals = tuple(signals)
-        self.received: signal.Signals | None = None
         self._previous: dict[int, Handler] = {}
 
     @property
@@ -113,7 +113,4 @@ class StopSignals:
         self._previous = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.stop_requested:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        self.received = signal.Signals(number)
+        self(number, frame)

@@ -74,7 +74,7 @@ def parsed(command: str):
 def searched(command: str) -> tuple[RunConfig, System, frozenset[str], search.Search]:
     args = parsed(command)
     system = system_of(args)
-    run = run_of(args, system, plan.OWN)
+    run = run_of(args, system)
     held = search.held_fields(args)
     return run, system, held, search.search(run, system, held)
 
@@ -264,7 +264,7 @@ def test_explain_names_every_change_from_the_tables_software(command, start, cap
     assert all(name in text for name in named)
     args = parsed(command)
     system = system_of(args)
-    run = run_of(args, system, plan.OWN)
+    run = run_of(args, system)
     best = search.search(run, system, frozenset()).plans[0]
     result = plan.changes_between(run, system, args.against, best)
     assert start is None or result[0].seconds == pytest.approx(
@@ -309,7 +309,7 @@ def test_a_stage_describes_its_layer_once(
     monkeypatch,
 ):  # per layer it took most of the search of a deep model
     args = parsed("plan --recipe 30b --nodes 48")
-    run = run_of(args, system_of(args), plan.OWN)
+    run = run_of(args, system_of(args))
     calls = []
     records = layer_records
     monkeypatch.setattr(
