@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 LEARNING_RATE = "lr_decay_style"
@@ -22,8 +21,7 @@ class SchedulePoint(NamedTuple):
     min_lr: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
+class Shape(NamedTuple):
     """A shape of a decay.
 
     factor: fraction of the decay's length -> factor from 1, the peak, to 0, --min-lr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -25,23 +24,22 @@ IN_PROJ = "in_proj"
 OUT_PROJ = "out_proj"
 
 
-@dataclass(frozen=True, kw_only=True)
-class MixerPart:
+class MixerPart(NamedTuple):
     """A part of a layer that mixes tokens of a sequence.
 
     layer: "module:class" with the module of a layer, built as `layer(name, layer number, context)`
     symbol: letter in --hybrid-layer-pattern and --layer-types
     linears: input and output projection
-    stateful, norms: modules with a state in Transformer Engine, always or with --qk-layernorm
     costs: "module:class", a `costs.mixers.MixerCosts`
+    stateful, norms: modules with a state in Transformer Engine, always or with --qk-layernorm
     """
 
     layer: str
     symbol: str
     linears: tuple[str, str]
+    costs: str
     stateful: tuple[str, ...] = ()
     norms: tuple[str, ...] = ()
-    costs: str
 
 
 MIXERS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 Q8_BLOCK = 64  # neighbouring input columns of a weight in eight bits that share a scale
@@ -21,8 +21,7 @@ class NormKernel(NamedTuple):
     in_rotary: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class NormPart:
+class NormPart(NamedTuple):
     """A norm over the hidden dimension.
 
     layer: "module:class", a subclass of `nn.layers.Norm` imported when a stage is built
@@ -84,8 +83,7 @@ NORM_PLACEMENTS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class ActivationPart:
+class ActivationPart(NamedTuple):
     """An activation between an MLP's two matmuls.
 
     functions: "module:name", a `nn.ops.activation.Functions` imported when a stage is built
@@ -105,7 +103,7 @@ class ActivationPart:
     gelu: bool = False
     yaml: str | None = None
     settings: tuple[str, ...] = ()
-    parameters: Mapping[str, float] = field(default_factory=dict)
+    parameters: Mapping[str, float] = MappingProxyType({})
 
 
 _FUNCTIONS = "fugaku_megatron.nn.ops.activation"

@@ -144,8 +144,23 @@ class Recorder:
 
     def _values(self, kind: str, values: Tensor, start: int, prefix: str = "") -> None:
         """Record values (n,) of the flat buffer's elements from `start` on."""
-        shards = self.trainer.optimizer.flat.shards(kind, values, start, owned=False)
-        self._add_shards(kind, shards, prefix)
+        flat = self.trainer.optimizer.flat
+        parameters = {p.spec.name: p for p in flat.parameters}
+        for shard in flat.shards(kind, values, start, owned=False):
+            name = shard.key.split("/", 1)[1]
+            spec = parameters[name].spec
+            between = None
+            if kind == REDUCED:
+                tied = parameters[name] is self.trainer.stage.tied_copy
+                between = self._communication.gradient_sum(
+                    spec.expert, spec.sequence_parallel, tied
+                )
+            elif kind == SCALE:
+                between = self._communication.over_shards(
+                    "all-reduce of largest elements", spec.expert
+                )
+            point = Point(self.iteration, kind, prefix + name)
+            self.pieces += pieces_of(shard, point, between)
 
     def _scalar(self, kind: str, value: float, between: str | None, name: str = "") -> None:
         self.pieces.append(scalar(Point(self.iteration, kind, name), value, between))
@@ -316,24 +331,6 @@ class Recorder:
             self._values(REDUCED, grads, shard.start)
         return loss
 
-    def _add_shards(self, kind: str, shards: Iterable[Shard], prefix: str = "") -> None:
-        parameters = {p.spec.name: p for p in self.trainer.optimizer.flat.parameters}
-        for shard in shards:
-            name = shard.key.split("/", 1)[1]
-            spec = parameters[name].spec
-            between = None
-            if kind == REDUCED:
-                tied = parameters[name] is self.trainer.stage.tied_copy
-                between = self._communication.gradient_sum(
-                    spec.expert, spec.sequence_parallel, tied
-                )
-            elif kind == SCALE:
-                between = self._communication.over_shards(
-                    "all-reduce of largest elements", spec.expert
-                )
-            point = Point(self.iteration, kind, prefix + name)
-            self.pieces += pieces_of(shard, point, between)
-
 
 def state_of(trainer: Trainer) -> dict[str, float]:
     """Return the optimizer's state apart from tensors, by name."""
@@ -345,7 +342,7 @@ def scalar(point: Point, value: float, between: str | None) -> Piece:
     return Piece(point, (1,), (slice(0, 1),), torch.tensor([value], dtype=torch.float32), between)
 
 
-def pieces_of(shard: Shard, point: Point, between: str | None = None) -> Iterable[Piece]:
+def pieces_of(shard: Shard, point: Point, between: str | None) -> Iterable[Piece]:
     """Yield a checkpoint record's boxes."""
     values = shard.tensor.detach().view(-1)
     for box in shard.piece.boxes():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 from ..text.named_files import JsonObject
 from .record import rows_of
@@ -26,8 +26,7 @@ BUSY_LOAD = 0.3  # load per core before the start
 FREE_SHARE = 0.5  # of the memory
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finding:
+class Finding(NamedTuple):
     """severe: wrong results, or most of the speed is lost."""
 
     what: str
@@ -45,7 +44,7 @@ def findings(sections: Sections) -> list[JsonObject]:
         for finding in look(sections):
             found.setdefault(finding.what, []).append(finding)
     return [
-        asdict(replace(alike[0], what=alike[0].what + _on_nodes(alike)))
+        alike[0]._replace(what=alike[0].what + _on_nodes(alike))._asdict()
         for alike in sorted(found.values(), key=lambda alike: not alike[0].severe)
     ]
 

@@ -259,8 +259,7 @@ def seconds_text(value: float | None) -> str:
     return f"{value:.4f}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class PublishedRow:
+class PublishedRow(NamedTuple):
     """A run in the published tables; "-" for None.
 
     memory_mib: largest rank

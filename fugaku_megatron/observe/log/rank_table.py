@@ -16,7 +16,7 @@ import numpy as np
 
 from ...cli.output_files import picture, shown
 from ...config.fields import check
-from ...text.named_files import StrPath, read_text
+from ...text.named_files import StrPath, about, read_text
 from ...text.table import pipe_table
 from .loss_plot import title
 
@@ -71,7 +71,7 @@ def parse_interval(line: str) -> Interval:
         lengths = set()
     check(
         len(lengths) == 1 and min(interval.tp, interval.pp, interval.cp, *lengths) >= 1,
-        f"not a record of --log-ranks: {line.strip()[:60]!r}",
+        f"not a record of --log-ranks: {line.strip()[:60]!r}: pass a file that --log-ranks wrote",
     )
     return interval
 
@@ -149,12 +149,8 @@ def read(path: StrPath) -> list[Interval]:
     lines = read_text(path, "", "pass a file that --log-ranks wrote").splitlines()
     found: dict[int, Interval] = {}
     for number, line in enumerate(lines, 1):
-        try:
+        with about(f"{path} line {number}"):
             interval = parse_interval(line)
-        except ValueError as error:
-            raise ValueError(
-                f"{path} line {number}: {error}: pass a file that --log-ranks wrote"
-            ) from None
         if found and interval.layout != next(iter(found.values())).layout:
             found.clear()
         found[interval.iteration] = interval

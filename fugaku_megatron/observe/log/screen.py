@@ -157,8 +157,8 @@ def open_screen(
     stream: TextIO,
     live: str,
     train_iters: int,
-    start_iteration: int = 0,
-    log_file: StrPath | None = None,
+    start_iteration: int,
+    log_file: StrPath | None,
 ) -> Screen:
     """Return the screen for --log-live `live`; print a hint if nothing gets the log lines."""
     if live != "on" and not (live == "auto" and on_terminal(stream)):
