@@ -7,18 +7,18 @@ from functools import cached_property
 
 from .fields import (
     BY_RANK,
-    COURSE,
     LENGTH,
     Requirement,
     cached_hash,
     check,
+    course_option,
+    course_optional,
+    course_switch,
     flag,
     free_option,
     free_optional,
     of_topic,
-    option,
     optional,
-    switch,
 )
 from .rules import CheckedFields
 from .sample_rules import Skips
@@ -40,47 +40,39 @@ TOKENIZER = Requirement("--vocab-file or --tokenizer-model", lambda run: run.dat
 class DataConfig(CheckedFields):
     """Tokens and tokenizer."""
 
-    data_path: tuple[str, ...] | None = optional(
+    data_path: tuple[str, ...] | None = course_optional(
         "prefix of .bin/.idx, or a blend: weight prefix weight prefix ...; without weights every data set is read once",
-        meaning=COURSE,
         script="DATA",
     )
-    train_data_path: tuple[str, ...] | None = optional(
-        "as --data-path, for training only", meaning=COURSE, script="DATA"
+    train_data_path: tuple[str, ...] | None = course_optional(
+        "as --data-path, for training only", script="DATA"
     )
-    valid_data_path: tuple[str, ...] | None = optional(
-        "as --data-path, for validation only", meaning=COURSE
-    )
+    valid_data_path: tuple[str, ...] | None = course_optional("as --data-path, for validation only")
     data_args_path: str | None = free_optional("file with the words of --data-path")
     per_split_data_args_path: str | None = free_optional(
         "JSON file with the words of --train-data-path as train, and of --valid-data-path as valid",
     )
-    split: str = option(
+    split: str = course_option(
         "969,30,1",
         "documents of --data-path for training, validation and test",
-        meaning=COURSE,
         needs="data_path",
     )
-    legacy_split: bool = switch(
+    legacy_split: bool = course_switch(
         "round --split as Megatron-LM before Megatron-core 0.5, to resume such a run",
-        meaning=COURSE,
         needs="data_path",
     )
     data_cache_path: str | None = free_optional(
         "directory for the index of --data-path (default: next to the data, if it is large)",
         differs=BY_RANK,
     )
-    mock_data: bool = switch("random tokens instead of --data-path", meaning=COURSE)
-    reset_position_ids: bool = switch(
-        "restart positions at each document", topic=MARKS, meaning=COURSE
+    mock_data: bool = course_switch("random tokens instead of --data-path")
+    reset_position_ids: bool = course_switch("restart positions at each document", topic=MARKS)
+    reset_attention_mask: bool = course_switch(
+        "restrict attention to a token's own document", topic=MARKS
     )
-    reset_attention_mask: bool = switch(
-        "restrict attention to a token's own document", topic=MARKS, meaning=COURSE
-    )
-    eod_mask_loss: bool = switch(
+    eod_mask_loss: bool = course_switch(
         "exclude predictions from the end-of-document token from the loss",
         topic=MARKS,
-        meaning=COURSE,
     )
     mean_document_length: int | None = free_optional(
         "tokens per document, for estimates of time and FLOPs with "
@@ -118,12 +110,11 @@ class DataConfig(CheckedFields):
         range=None,
         needs="tokenizer_type=TikTokenizer",
     )
-    sft: bool = switch(
+    sft: bool = course_switch(
         "fine-tune on chats: --data-path is from fugaku-megatron preprocess --chat, whole chats are packed into a sample, each "
         "with its own positions and attention, and the loss is over the assistant's tokens",
-        meaning=COURSE,
     )
-    sft_truncate: bool = switch("truncate chats longer than a sample", meaning=COURSE, needs="sft")
+    sft_truncate: bool = course_switch("truncate chats longer than a sample", needs="sft")
 
     def _check(self) -> None:
         check(

@@ -16,6 +16,7 @@ from .fields import (
     WEIGHTS,
     check,
     check_positive,
+    course_option,
     option,
     optional,
 )
@@ -106,10 +107,9 @@ class ExpertFields:
         "choose experts by score + bias, and after each iteration raise the bias of experts with fewer "
         "tokens than the mean: balance without a loss",
     )
-    moe_router_bias_update_rate: float = option(
+    moe_router_bias_update_rate: float = course_option(
         1e-3,
         "change of a bias per iteration, with --moe-router-enable-expert-bias",
-        meaning=COURSE,
         needs=("num_experts", "moe_router_enable_expert_bias"),
         megatron=SAME,
     )
@@ -132,11 +132,10 @@ class ExpertFields:
         "micro-batch and drops the rest (default: no limit)",
         range=None,
     )
-    moe_token_drop_policy: str = option(
+    moe_token_drop_policy: str = course_option(
         "probs",
         "tokens that an expert drops: the lowest scores, or the last tokens of the sequence or chat",
         choices=("probs", "position"),
-        meaning=COURSE,
         needs=("num_experts", "moe_expert_capacity_factor"),
         megatron=SAME,
     )

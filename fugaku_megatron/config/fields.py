@@ -177,6 +177,10 @@ def switch(help: str, **traits: Any) -> Any:
 free_option = partial(option, meaning=FREE)
 free_optional = partial(optional, meaning=FREE)
 free_switch = partial(switch, meaning=FREE)
+# Fields that decide the course of training.
+course_option = partial(option, meaning=COURSE)
+course_optional = partial(optional, meaning=COURSE)
+course_switch = partial(switch, meaning=COURSE)
 
 
 def required(help: str, **traits: Any) -> Any:

@@ -12,15 +12,14 @@ from functools import cached_property
 from itertools import product
 
 from .fields import (
-    COURSE,
     FRACTION,
     cached_hash,
     check,
+    course_option,
+    course_optional,
+    course_switch,
     free_option,
     free_optional,
-    option,
-    optional,
-    switch,
 )
 from .layer_kinds import FC1, FC2, GATED_DELTA_NET, IN_PROJ, MIXERS, OUT_PROJ, PROJ, QKV
 from .model import ModelConfig
@@ -63,11 +62,9 @@ class LoraConfig(CheckedFields):
         "--pretrained-checkpoint, or from --finetune --load (default: all weights are trained)",
         maximum=2**16,
     )
-    lora_alpha: float = option(
-        8.0, "scale adapters by this / rank", meaning=COURSE, needs="lora_rank"
-    )
-    lora_dropout: float = option(
-        0.0, "dropout of the adapters' input", range=FRACTION, meaning=COURSE, needs="lora_rank"
+    lora_alpha: float = course_option(8.0, "scale adapters by this / rank", needs="lora_rank")
+    lora_dropout: float = course_option(
+        0.0, "dropout of the adapters' input", range=FRACTION, needs="lora_rank"
     )
     lora_target: str = free_option(
         ALL_LINEAR,
@@ -77,15 +74,13 @@ class LoraConfig(CheckedFields):
         "in_proj_ba with one for two of them, as in Qwen3-Next; or all-linear, all of peft's",
         needs="lora_rank",
     )
-    lora_base_format: str | None = optional(
+    lora_base_format: str | None = course_optional(
         "with --lora-rank, storage of the frozen weights of the linear layers: int8, eight bits with a "
         "BF16 scale per 64 numbers, rounded on loading (default: the model's own format)",
         choices=BASE_FORMATS,
-        meaning=COURSE,
     )
-    lora_use_rslora: bool = switch(
+    lora_use_rslora: bool = course_switch(
         "scale adapters by alpha / sqrt(rank) instead of alpha / rank",
-        meaning=COURSE,
         needs="lora_rank",
     )
 

@@ -25,6 +25,8 @@ from .fields import (
     Requirement,
     cached_hash,
     check,
+    course_option,
+    course_switch,
     flag,
     free_option,
     free_optional,
@@ -151,12 +153,11 @@ class ModelConfig(ExpertFields, DeltaNetFields, CheckedFields):
         maximum=2**26,
         megatron=OWN_FORM,
     )
-    mask_vocab_padding: str = option(
+    mask_vocab_padding: str = course_option(
         UNRESOLVED,
         "exclude padding rows of the vocabulary from the softmax, which Megatron-LM includes: losses then do not depend on "
         "their number; auto: yes, and a resumed run that includes them still does while their number is the same",
         choices=(UNRESOLVED, MASKED, COUNTED),
-        meaning=COURSE,
         megatron=OWN_FORM,
     )
     init_method_std: float = free_option(
@@ -182,15 +183,14 @@ class ModelConfig(ExpertFields, DeltaNetFields, CheckedFields):
     layernorm_epsilon: float = weight_field(
         1e-5, "epsilon of the norms", aliases=("--norm-epsilon",)
     )
-    hidden_dropout: float = option(
+    hidden_dropout: float = course_option(
         0.1,
         "dropout on embeddings and on the output of each sub-layer",
         range=FRACTION,
-        meaning=COURSE,
         megatron=SAME,
     )
-    attention_dropout: float = option(
-        0.1, "dropout on attention probabilities", range=FRACTION, meaning=COURSE, megatron=SAME
+    attention_dropout: float = course_option(
+        0.1, "dropout on attention probabilities", range=FRACTION, megatron=SAME
     )
     swiglu: bool = weight_field(
         False,
@@ -234,16 +234,14 @@ class ModelConfig(ExpertFields, DeltaNetFields, CheckedFields):
     openai_gelu: bool = weight_field(
         False, "the MLP's GELU is its tanh form in any case", needs=GELU
     )
-    use_z_loss: bool = switch(
+    use_z_loss: bool = course_switch(
         "add --z-loss-strength x (log of the softmax's denominator)^2 to each token's training loss",
-        meaning=COURSE,
         megatron=SAME,
     )
-    z_loss_strength: float = option(
+    z_loss_strength: float = course_option(
         1e-4,
         "the factor of --use-z-loss",
         aliases=("--z-loss-coeff",),
-        meaning=COURSE,
         needs="use_z_loss",
         megatron=SAME,
     )

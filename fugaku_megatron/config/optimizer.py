@@ -7,18 +7,17 @@ from functools import cached_property, partial
 
 from .decay_shapes import LEARNING_RATE, SHAPES, WEIGHT_DECAY, WSD
 from .fields import (
-    COURSE,
     FRACTION,
     NOT_NEGATIVE,
     Requirement,
     RowNames,
     cached_hash,
     check,
+    course_option,
+    course_optional,
     flag,
     free_option,
     free_switch,
-    option,
-    optional,
 )
 from .rules import CheckedFields
 
@@ -54,7 +53,7 @@ OPTIMIZERS = {"adam": OptimizerPart(), "muon": _MUON, "dist_muon": _MUON}
 MUON_COEFFICIENTS = {"quintic": 5, "simple": 1}
 
 MUON = Requirement("--optimizer muon", lambda run: run.optimizer.muon)
-muon_field = partial(option, needs=MUON, meaning=COURSE)
+muon_field = partial(course_option, needs=MUON)
 
 
 @cached_hash
@@ -62,12 +61,11 @@ muon_field = partial(option, needs=MUON, meaning=COURSE)
 class OptimizerConfig(CheckedFields):
     """AdamW or Muon, clipping, learning-rate and weight-decay schedule."""
 
-    optimizer: str = option(
+    optimizer: str = course_option(
         "adam",
         "adam: AdamW for all weights; muon: orthogonal updates of matrices, and AdamW for embeddings, the "
         "logits' weight, biases and norms; dist_muon: the same with --use-distributed-optimizer",
         choices=RowNames(OPTIMIZERS),
-        meaning=COURSE,
     )
     muon_momentum: float = muon_field(0.9, "decay of Muon's momentum", range=FRACTION)
     muon_nesterov: bool = muon_field(
@@ -103,132 +101,118 @@ class OptimizerConfig(CheckedFields):
         "does not depend on the layout; blockwise: each rank's shard is a matrix, Megatron-LM's default",
         choices=("duplicated", "blockwise"),
     )
-    lr: float = option(1e-4, "peak learning rate", meaning=COURSE, drops=("min_lr",))
-    min_lr: float = option(
+    lr: float = course_option(1e-4, "peak learning rate", drops=("min_lr",))
+    min_lr: float = course_option(
         0.0,
         "the learning rate never falls below this after warm-up",
         range=NOT_NEGATIVE,
-        meaning=COURSE,
     )
-    decoupled_lr: float | None = optional(
+    decoupled_lr: float | None = course_optional(
         "peak learning rate of the word embedding and of the logits' weight (default: --lr)",
-        meaning=COURSE,
     )
-    decoupled_min_lr: float | None = optional(
+    decoupled_min_lr: float | None = course_optional(
         "minimum of --decoupled-lr after warm-up (default: --min-lr)",
         range=NOT_NEGATIVE,
-        meaning=COURSE,
         needs="decoupled_lr",
     )
-    lr_decay_style: str = option(
-        "linear", "shape of the decay", choices=RowNames(SHAPES, flag=LEARNING_RATE), meaning=COURSE
+    lr_decay_style: str = course_option(
+        "linear", "shape of the decay", choices=RowNames(SHAPES, flag=LEARNING_RATE)
     )
-    lr_decay_iters: int | None = optional(
-        "iterations until --min-lr (default: --train-iters)", follows="train_iters", meaning=COURSE
+    lr_decay_iters: int | None = course_optional(
+        "iterations until --min-lr (default: --train-iters)", follows="train_iters"
     )
-    lr_decay_samples: int | None = optional(
+    lr_decay_samples: int | None = course_optional(
         "samples until --min-lr (default: --train-samples)",
         maximum=2**40,
         follows="train_samples",
-        meaning=COURSE,
     )
-    lr_warmup_iters: int = option(
+    lr_warmup_iters: int = course_option(
         0,
         "iterations of linear warm-up",
         aliases=("--warmup-iters",),
         range=NOT_NEGATIVE,
-        meaning=COURSE,
         drops=(
             "lr_warmup_fraction",
             "lr_warmup_samples",
         ),
     )
-    lr_warmup_samples: int = option(
+    lr_warmup_samples: int = course_option(
         0,
         "samples of linear warm-up",
         maximum=2**40,
         range=NOT_NEGATIVE,
-        meaning=COURSE,
         drops=(
             "lr_warmup_fraction",
             "lr_warmup_iters",
         ),
     )
-    lr_warmup_fraction: float | None = optional(
+    lr_warmup_fraction: float | None = course_optional(
         "warm-up as a fraction of the decay length",
         range=None,
-        meaning=COURSE,
         drops=(
             "lr_warmup_iters",
             "lr_warmup_samples",
         ),
     )
-    lr_decay_tokens: float | None = optional(
+    lr_decay_tokens: float | None = course_optional(
         "tokens until --min-lr (default: --train-tokens)",
-        meaning=COURSE,
         drops=(
             "lr_decay_iters",
             "lr_decay_samples",
         ),
     )
-    lr_warmup_tokens: float = option(
+    lr_warmup_tokens: float = course_option(
         0.0,
         "tokens of linear warm-up",
         range=NOT_NEGATIVE,
-        meaning=COURSE,
         drops=(
             "lr_warmup_fraction",
             "lr_warmup_iters",
             "lr_warmup_samples",
         ),
     )
-    lr_warmup_init: float = option(
-        0.0, "learning rate at the start of warm-up", range=NOT_NEGATIVE, meaning=COURSE
+    lr_warmup_init: float = course_option(
+        0.0, "learning rate at the start of warm-up", range=NOT_NEGATIVE
     )
-    lr_wsd_decay_style: str = option(
+    lr_wsd_decay_style: str = course_option(
         "exponential",
         "shape of the decay at the end of --lr-decay-style WSD",
         choices=RowNames(SHAPES, flag=WSD),
-        meaning=COURSE,
         needs="lr_decay_style=WSD",
     )
-    lr_wsd_decay_iters: int | None = optional(
-        "iterations of that decay", range=NOT_NEGATIVE, meaning=COURSE, needs="lr_decay_style=WSD"
+    lr_wsd_decay_iters: int | None = course_optional(
+        "iterations of that decay", range=NOT_NEGATIVE, needs="lr_decay_style=WSD"
     )
-    lr_wsd_decay_samples: int | None = optional(
+    lr_wsd_decay_samples: int | None = course_optional(
         "samples of that decay",
         maximum=2**40,
         range=NOT_NEGATIVE,
-        meaning=COURSE,
         needs="lr_decay_style=WSD",
     )
-    weight_decay: float = option(
-        0.01, "decoupled weight decay, on matrices only", range=NOT_NEGATIVE, meaning=COURSE
+    weight_decay: float = course_option(
+        0.01, "decoupled weight decay, on matrices only", range=NOT_NEGATIVE
     )
-    start_weight_decay: float | None = optional(
+    start_weight_decay: float | None = course_optional(
         "weight decay at the start (default: --weight-decay)",
         range=NOT_NEGATIVE,
         follows="weight_decay",
-        meaning=COURSE,
     )
-    end_weight_decay: float | None = optional(
+    end_weight_decay: float | None = course_optional(
         "weight decay at the end (default: --weight-decay)",
         range=NOT_NEGATIVE,
         follows="weight_decay",
-        meaning=COURSE,
     )
-    weight_decay_incr_style: str = option(
+    weight_decay_incr_style: str = course_option(
         "constant",
         "path from --start-weight-decay to --end-weight-decay",
         choices=RowNames(SHAPES, flag=WEIGHT_DECAY),
-        meaning=COURSE,
     )
-    clip_grad: float = option(
-        1.0, "largest global gradient norm; 0: no clipping", range=NOT_NEGATIVE, meaning=COURSE
+    clip_grad: float = course_option(
+        1.0, "largest global gradient norm; 0: no clipping", range=NOT_NEGATIVE
     )
-    adam_beta1: float = option(0.9, "decay of the first moment", range=FRACTION, meaning=COURSE)
-    adam_beta2: float = option(0.999, "decay of the second moment", range=FRACTION, meaning=COURSE)
-    adam_eps: float = option(1e-8, "added to the root of the second moment", meaning=COURSE)
+    adam_beta1: float = course_option(0.9, "decay of the first moment", range=FRACTION)
+    adam_beta2: float = course_option(0.999, "decay of the second moment", range=FRACTION)
+    adam_eps: float = course_option(1e-8, "added to the root of the second moment")
     use_precision_aware_optimizer: bool = free_switch(
         "store AdamW's moments in the formats of --exp-avg-dtype and --exp-avg-sq-dtype",
     )

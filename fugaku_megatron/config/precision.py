@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from .fields import COURSE, cached_hash, free_option, optional, switch
+from .fields import (
+    cached_hash,
+    course_optional,
+    course_switch,
+    free_option,
+)
 from .rules import CheckedFields
 
 
@@ -14,12 +19,10 @@ from .rules import CheckedFields
 class PrecisionConfig(CheckedFields):
     """Number format for weights and activations; master weights and gradients are always FP32."""
 
-    bf16: bool = switch("weights and activations in BF16, FP32 master weights", meaning=COURSE)
-    fp16: bool = switch(
-        "weights and activations in FP16, FP32 master weights, loss scaling", meaning=COURSE
-    )
-    loss_scale: float | None = optional(
-        "fixed loss scale for FP16 (default: dynamic)", meaning=COURSE, needs="fp16"
+    bf16: bool = course_switch("weights and activations in BF16, FP32 master weights")
+    fp16: bool = course_switch("weights and activations in FP16, FP32 master weights, loss scaling")
+    loss_scale: float | None = course_optional(
+        "fixed loss scale for FP16 (default: dynamic)", needs="fp16"
     )
     initial_loss_scale: float = free_option(2.0**32, "initial dynamic loss scale", needs="fp16")
     min_loss_scale: float = free_option(1.0, "minimum of the dynamic loss scale", needs="fp16")

@@ -7,15 +7,14 @@ from functools import cached_property
 
 from .fields import (
     BY_RANK,
-    COURSE,
     cached_hash,
     check,
+    course_option,
+    course_optional,
+    course_switch,
     free_option,
     free_optional,
     free_switch,
-    option,
-    optional,
-    switch,
 )
 from .rules import CheckedFields
 
@@ -35,36 +34,32 @@ class SystemConfig(CheckedFields):
         "native: the C++ kernels; torch: torch's kernels; auto: the faster ones for this run's shapes",
         choices=("auto", "native", "torch"),
     )
-    fp16_accumulation_chunk: int | None = optional(
+    fp16_accumulation_chunk: int | None = course_optional(
         "with --fp16, sum this many terms of a linear layer in FP16 before adding in FP32: faster if the CPU has FP16 "
         "arithmetic (A64FX, SVE), less exact (default: sums in FP32)",
         switches={"--fp16-accumulation": FP16_SUM_LENGTH},
         range=None,
-        meaning=COURSE,
     )
-    fp32_matmul: str = option(
+    fp32_matmul: str = course_option(
         "ieee",
         "ieee: FP32 matmuls on FP32 units; bf16x3: each operand as three BF16 numbers, in "
         "six BF16 matmuls, as exact as FP32, faster only on AMX",
         choices=("ieee", "bf16x3"),
-        meaning=COURSE,
     )
-    int8: bool = switch(
+    int8: bool = course_switch(
         "quantize the operands of linear layers to INT8 in forward and data gradients, with a scale for each row: "
         "the 8-bit format of CPUs, twice as fast as BF16. Weights stay as they are and are quantized once for each step",
-        meaning=COURSE,
     )
-    int8_wgrad: bool = switch(
-        "with --int8, quantize the operands of weight gradients too", topic=INT8, meaning=COURSE
+    int8_wgrad: bool = course_switch(
+        "with --int8, quantize the operands of weight gradients too", topic=INT8
     )
-    int8_head: bool = switch(
-        "with --int8, quantize the operands of the output layer too", topic=INT8, meaning=COURSE
+    int8_head: bool = course_switch(
+        "with --int8, quantize the operands of the output layer too", topic=INT8
     )
-    int8_stochastic_rounding: bool = switch(
+    int8_stochastic_rounding: bool = course_switch(
         "with --int8, round the gradients of layer outputs up or down at random in the quantized matmuls of backward: "
         "their mean is right and their error larger; for studies, no loss was lower with it",
         topic=INT8,
-        meaning=COURSE,
     )
     cache_packed_weights: bool = free_switch(
         "cache the packed weights of the matrix kernels between optimizer steps: "

@@ -8,17 +8,16 @@ from ..pipeline.schedule_names import AUTO
 from .fields import (
     BATCHES,
     BY_STAGE,
-    COURSE,
     FREE,
     LENGTH,
     NOT_NEGATIVE,
     Requirement,
     cached_hash,
     check,
+    course_option,
     free_option,
     free_optional,
     free_switch,
-    option,
     optional,
     required,
 )
@@ -138,12 +137,11 @@ class TrainingConfig(CheckedFields):
         "do not train, only evaluate on the validation data",
         library="call Trainer.evaluate without steps",
     )
-    seed: int = option(
+    seed: int = course_option(
         1234,
         "seed of initial weights, dropout and data order",
         maximum=2**32 - 1,
         range=None,
-        meaning=COURSE,
     )
     recompute_granularity: str | None = free_optional(
         "recompute in backward: whole layers (full) or attention only (selective)",

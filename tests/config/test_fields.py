@@ -89,11 +89,11 @@ def test_an_unknown_trait_is_refused():
 # A line in a class of config -> the class's file and the line before the first one.
 NEW_FIELDS = {
     "optimizer.py": (
-        '    lr: float = option(1e-4, "peak learning rate"',
-        '    lr_noise: float = option(0.5, "noise of the learning rate", meaning=COURSE, needs="decoupled_lr")\n',
+        '    lr: float = course_option(1e-4, "peak learning rate"',
+        '    lr_noise: float = course_option(0.5, "noise of the learning rate", needs="decoupled_lr")\n',
     ),
     "model.py": (
-        "    hidden_dropout: float = option(",
+        "    hidden_dropout: float = course_option(",
         '    key_noise: float = option(0.25, "noise of the keys", meaning=WEIGHTS)\n',
     ),
 }
