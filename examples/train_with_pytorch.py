@@ -1,8 +1,8 @@
 """A plain PyTorch program: a small GPT on the bytes of this file, alone or data-parallel under torchrun or mpiexec.
 
-    python examples/train_with_pytorch.py
-    python -m fugaku_megatron.torch_backend --report examples/train_with_pytorch.py
-    mpiexec -n 2 python -m fugaku_megatron.torch_backend examples/train_with_pytorch.py --backend fugaku
+python examples/train_with_pytorch.py
+python -m fugaku_megatron.torch_backend --report examples/train_with_pytorch.py
+mpiexec -n 2 python -m fugaku_megatron.torch_backend examples/train_with_pytorch.py --backend fugaku
 """
 
 import argparse

@@ -113,9 +113,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     groups = {
         name: parser.add_argument_group(name, config.__doc__) for name, config in GROUPS.items()
     }
-    for name, config in GROUPS.items():
-        ordered = sorted(declarations(config), key=lambda each: each.name in _LAST)
-        for declared in (*ordered, *SPELLINGS.get(name, ())):
+    ordered = {
+        name: sorted(declarations(config), key=lambda each: each.name in _LAST)
+        for name, config in GROUPS.items()
+    }
+    for name, of_group in ordered.items():
+        for declared in (*of_group, *SPELLINGS.get(name, ())):
             add_field(groups[name], declared)
     groups["training"].add_argument(
         "--activations-checkpoint-method",
