@@ -24,6 +24,7 @@ LAYOUTS = {
     "channels last": lambda: random(2, 3, 5, 7).to(memory_format=torch.channels_last),
     "half of each row": lambda: random(6, 10, 64)[..., :32],
     "every second": lambda: random(6, 10, 64)[..., ::2],
+    "many elements": lambda: random(8, 33, 512),
     "number": lambda: random(),
 }
 
