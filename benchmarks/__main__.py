@@ -1,6 +1,8 @@
 """Runs one family of benchmarks:
 
-    python -m benchmarks {gemm,experts,attention,rowwise,delta_net,step,alloc,tables,two_hosts,schedule,decode,formats,programs,trainers} [options]
+    python -m benchmarks FAMILY [options]
+
+    gemm, experts, attention, rowwise, delta_net, step, alloc, tables, two_hosts, schedule, decode, formats, programs, trainers
 
 A family is described in core.py. One that measures torch in this process has TORCH_HERE: the process starts again with the MKL of
 --mkl.
@@ -66,7 +68,7 @@ def make_parser() -> Parser:
                 metavar="FILE",
                 help="draw the result into FILE (needs matplotlib)",
             )
-        sub.set_defaults(defaults={a: sub.get_default(a) for a in vars(sub.parse_args([]))})
+        sub.set_defaults(defaults={action.dest: action.default for action in sub._actions})
     return parser
 
 
