@@ -86,9 +86,14 @@ def file_name() -> str:
 
 def _cache() -> Path:
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    make_folder(caches)
     folder = caches / "fugaku_megatron"
-    make_private(folder)
+    try:
+        make_folder(caches)
+        make_private(folder)
+    except OSError as error:
+        raise ImportError(
+            f"fugaku_megatron.torch_backend: no place for its library: {error}"
+        ) from None
     return folder
 
 

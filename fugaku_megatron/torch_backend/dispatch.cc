@@ -12,6 +12,8 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -104,10 +106,23 @@ std::map<std::string, Operator*>& operators() {
   return rows;
 }
 
+// OpenMP's threads of this thread: a fork leaves a child without them, and it would wait for them forever.
+thread_local bool has_team = false, lost_team = false;
+
+void check_team() {
+  if (at::get_num_threads() == 1) return;
+  TORCH_CHECK(!lost_team,
+              "this process was forked after its parent computed with several threads, which it "
+              "lacks: call "
+              "torch.set_num_threads(1) in it, or start processes by spawn");
+  has_team = true;
+}
+
 // One call of at least the smallest size: the choice of its kernel, and its time.
 class Trial {
  public:
   Trial(Operator& row, Key key) : row_(row), key_(std::move(key)) {
+    check_team();
     std::lock_guard<std::mutex> locked(row_.mutex);
     if (row_.shapes.size() >= Operator::MOST_SHAPES) row_.shapes.clear();
     Shape& shape = row_.shapes[key_];
@@ -418,6 +433,7 @@ class Silent : public c10::WarningHandler {
 // until the end.
 bool install() {
   if (!operators().empty()) return false;
+  pthread_atfork(nullptr, nullptr, [] { lost_team = has_team; });
   Silent silent;
   const c10::WarningUtils::WarningHandlerGuard guard(&silent);
   const auto library = [](c10::DispatchKey key) -> torch::Library& {

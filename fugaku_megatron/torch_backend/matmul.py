@@ -63,12 +63,16 @@ def bmm(a: Tensor, b: Tensor, out: Tensor | None = None) -> object:
     elif not (out.is_contiguous() and _can_write(out, a, b)):
         return NotImplemented
     columns = a.transpose(1, 2)
-    if a.dtype == torch.float32 and columns.is_contiguous() and not a.is_contiguous():
+    if columns.is_contiguous() and not a.is_contiguous():
         rows = columns.reshape(groups * k, m)
-        factor = b.reshape(groups * k, n)
-        counts = torch.full((groups,), k)
-        kernels.grouped_linear_weight_gradient(rows, factor, counts, out.zero_())
-        return out
+        factor = b.contiguous().view(groups * k, n)
+        total = (
+            out.zero_()
+            if out.dtype == torch.float32
+            else torch.zeros(out.shape, dtype=torch.float32)
+        )
+        kernels.grouped_linear_weight_gradient(rows, factor, torch.full((groups,), k), total)
+        return out if total is out else out.copy_(total)
     rows = a.reshape(groups * m, k)
     counts = torch.full((groups,), m)
     weight = b.transpose(1, 2)

@@ -1,0 +1,76 @@
+"""The dispatch library for the installed torch: its place, and the reasons why there is none."""
+
+import stat
+
+import pytest
+import torch
+
+from fugaku_megatron.torch_backend import build
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def empty(tmp_path, monkeypatch):
+    """Let build.py compile a source of one line into an empty folder."""
+    folder = tmp_path / "package"
+    folder.mkdir()
+    source = tmp_path / "small.cc"
+    source.write_text("int one() { return 1; }\n")
+    monkeypatch.setattr(build, "HERE", folder)
+    monkeypatch.setattr(build, "SOURCE", source)
+    monkeypatch.setattr(build, "LIBRARIES", [])
+    return folder
+
+
+def test_it_is_compiled_once_next_to_the_source(empty, monkeypatch):
+    path = build.library()
+    assert path.parent == empty
+    assert [each.name for each in empty.iterdir()] == [build.file_name()]
+    monkeypatch.setenv("CXX", "no-compiler")
+    assert build.library() == path
+
+
+def test_a_folder_of_others_sends_it_to_the_users_cache(empty, monkeypatch, tmp_path):
+    monkeypatch.setattr(build.os, "access", lambda *arguments: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = build.library()
+    assert path.parent == tmp_path / "cache" / "fugaku_megatron"
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    path.parent.chmod(0o755)
+    path.unlink()
+    with pytest.raises(ImportError, match="only this user"):
+        build.library()
+
+
+def test_source_torch_and_python_name_it(empty, monkeypatch):
+    names = {build.file_name()}
+    build.SOURCE.write_text("int two() { return 2; }\n")
+    names.add(build.file_name())
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    names.add(build.file_name())
+    assert len(names) == 3
+
+
+@pytest.mark.parametrize(
+    "variables, words",
+    [
+        ({"CXX": "no-compiler"}, "no-compiler is missing: install g++"),
+        ({"CXX": "false"}, "false cannot compile"),
+        ({"CXX": "g++ -DBAD"}, "error"),
+    ],
+)
+def test_no_compiler_is_one_line(empty, monkeypatch, variables, words):
+    build.SOURCE.write_text("#ifdef BAD\n#error no\n#endif\n")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ImportError, match=words.replace("+", r"\+")) as raised:
+        build.library()
+    assert "\n" not in str(raised.value)
+    assert not list(empty.iterdir())
+
+
+def test_an_old_torch_is_refused(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.8.0+cpu")
+    with pytest.raises(ImportError, match="torch 2.8.0.cpu is too old.*install torch 2.9"):
+        build.library()
