@@ -38,6 +38,7 @@ class Heads(NamedTuple):
 
     @property
     def supported(self) -> bool:
+        """True for one FP32 or BF16 type and heads of a multiple of 4 elements, which the kernels take."""
         query, key, value = self
         if query.dim() != 4 or key.dim() != 4 or key.shape != value.shape or not key.numel():
             return False

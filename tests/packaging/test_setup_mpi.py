@@ -25,6 +25,8 @@ FILES = (
     "setup.py",
     "pyproject.toml",
     "scripts/system_mpi.sh",
+    "fugaku_megatron/torch_backend/dispatch.cc",
+    "fugaku_megatron/torch_backend/build.py",
 )
 # pip wheel leaves a wheel, installing mpich an mpiexec, uninstalling it none; FAILS names the word of a call that fails, WAITS one
 # that ends only when the packages of the tests are there.
@@ -59,7 +61,7 @@ def executable(path: Path, text: str) -> None:
 def checkout(tmp_path):
     """A folder with the Makefile and an environment with MPICH from `make setup`."""
     for name in FILES:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     executable(tmp_path / ".venv/bin/python", PYTHON)
     executable(
