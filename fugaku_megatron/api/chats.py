@@ -36,25 +36,21 @@ def chat_arrays(
             made.append(_marked(chat, where))
             continue
         if template is None:
-            template = _template(run)
+            found = find_tokenizer(run)
+            if found is None:
+                raise ValueError(
+                    "--sft: chats in memory are rendered by the tokenizer's chat template: pass "
+                    "tokenizer_type HuggingFaceTokenizer and its folder as tokenizer_model to Config, a "
+                    "model with a tokenizer as pretrained_checkpoint, or pairs of token ids and what is "
+                    "trained of them"
+                )
+            template = ChatTemplate(found.build())
         read = chat_of(dict(chat), where)
         unread |= template.unread(read)
         made.append(template.encode(read))
     if unread:
         warn(unread_note(unread))
     return ChatArrays(made, name)
-
-
-def _template(run: RunConfig) -> ChatTemplate:
-    found = find_tokenizer(run)
-    if found is None:
-        raise ValueError(
-            "--sft: chats in memory are rendered by the tokenizer's chat template: pass "
-            "tokenizer_type HuggingFaceTokenizer and its folder as tokenizer_model to Config, a "
-            "model with a tokenizer as pretrained_checkpoint, or pairs of token ids and what is "
-            "trained of them"
-        )
-    return ChatTemplate(found.build())
 
 
 def _marked(chat: Any, where: str) -> np.ndarray:

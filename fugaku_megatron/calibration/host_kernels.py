@@ -128,13 +128,6 @@ def elementwise_gbs(elements: int) -> float:
     return 28 * elements / best / 1e9
 
 
-def _tiny(layers: int, microbatches: int) -> RunConfig:
-    return make_run(
-        None,
-        {**TINY, "num_layers": layers, "global_batch_size": microbatches, "train_iters": STEPS + 5},
-    )
-
-
 def _step_seconds(run: RunConfig) -> float:
     train, valid = (
         MockDataset(TINY["vocab_size"], run.model.seq_length, 1024, seed) for seed in (1, 2)
@@ -151,7 +144,15 @@ def step_overhead() -> tuple[float, float]:
     code = software.load(software.THIS_PROJECT)
     points = []
     for layers, microbatches in ((1, 1), (8, 8)):
-        run = _tiny(layers, microbatches)
+        run = make_run(
+            None,
+            {
+                **TINY,
+                "num_layers": layers,
+                "global_batch_size": microbatches,
+                "train_iters": STEPS + 5,
+            },
+        )
         forward, backward, _ = model.virtual_stage_work(run, 0, code)
         calls = sum(work.calls * times for work, times in forward + backward) * microbatches
         points.append((calls, _step_seconds(run)))

@@ -168,7 +168,11 @@ class Lock:
         self._reporting = 0  # thread that raises the first error of a lost lock
         try:
             make_folder(directory)
-            self._acquire()
+            while not self._create():
+                with contextlib.suppress(
+                    FileNotFoundError
+                ):  # its job ended, or another removed it: try again
+                    self._remove_if_dead()
         except OSError as error:
             raise ValueError(
                 f"--save {directory} is not writable: {describe(error)}. Pass another --save or change the "
@@ -211,13 +215,6 @@ class Lock:
             f"--save {self.path.parent}: this job stood still, and its lock was taken over by another job ({which}): "
             "this job ends, and saves nothing more"
         )
-
-    def _acquire(self) -> None:
-        while not self._create():
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # its job ended, or another removed it: try again
-                self._remove_if_dead()
 
     def _remove_if_dead(self) -> None:
         if not stat.S_ISREG(self.path.lstat().st_mode):

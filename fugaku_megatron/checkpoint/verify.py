@@ -56,7 +56,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Verify checkpoints and print every problem; return 1 if any was found, else 0."""
     directory = Path(options.directory)
-    iterations = _iterations(directory, options.ckpt_step)
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is not a directory: pass the directory of --save")
+    if directory.name.startswith("iter_"):
+        raise ValueError(
+            f"{directory} is one iteration of a checkpoint: pass its parent {directory.parent} and --ckpt-step"
+        )
+    present = saved_iterations(directory)
+    if not present:
+        raise ValueError(
+            f"{directory} holds no checkpoint: it has no folder such as {iteration_name(1)}"
+        )
+    if options.ckpt_step is not None and options.ckpt_step not in present:
+        raise ValueError(
+            f"--ckpt-step {options.ckpt_step} is not in {directory}: it holds {', '.join(map(str, present))}"
+        )
+    iterations = present if options.ckpt_step is None else [options.ckpt_step]
     if options.threads < 1:
         raise ValueError(f"--threads is {options.threads}: pass a number above 0")
     found = 0
@@ -69,25 +84,6 @@ def main(options: argparse.Namespace) -> int:
         found += len(lines)
     print(plural(found, "problem") if found else "all files OK")
     return 1 if found else 0
-
-
-def _iterations(directory: Path, wanted: int | None) -> list[int]:
-    if not directory.is_dir():
-        raise ValueError(f"{directory} is not a directory: pass the directory of --save")
-    if directory.name.startswith("iter_"):
-        raise ValueError(
-            f"{directory} is one iteration of a checkpoint: pass its parent {directory.parent} and --ckpt-step"
-        )
-    present = saved_iterations(directory)
-    if not present:
-        raise ValueError(
-            f"{directory} holds no checkpoint: it has no folder such as {iteration_name(1)}"
-        )
-    if wanted is not None and wanted not in present:
-        raise ValueError(
-            f"--ckpt-step {wanted} is not in {directory}: it holds {', '.join(map(str, present))}"
-        )
-    return present if wanted is None else [wanted]
 
 
 def _tracker_problems(directory: Path) -> Iterator[str]:

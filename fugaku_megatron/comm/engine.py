@@ -137,7 +137,10 @@ class Engine:
                 orders = list(self._orders)
                 self._orders.clear()
             for operation in orders:
-                self._accept(operation)
+                queue = self._channels.setdefault(operation.channel, deque())
+                queue.append(operation)
+                if len(queue) == 1:
+                    self._begin(operation)
             moved = self._progress() or bool(orders)
             if moved:
                 nap = SHORTEST_NAP
@@ -149,12 +152,6 @@ class Engine:
                 time.sleep(SHORTEST_NAP)
             elif awake:
                 os.sched_yield()
-
-    def _accept(self, operation: Operation) -> None:
-        queue = self._channels.setdefault(operation.channel, deque())
-        queue.append(operation)
-        if len(queue) == 1:
-            self._begin(operation)
 
     def _begin(self, operation: Operation) -> None:
         self._active.append(operation)

@@ -94,24 +94,18 @@ def placed_plans(
     return result.plans
 
 
-def node_shape(nodes: int) -> torus.Shape | None:
-    """Return the nodes' shape, None for a small job without one. ValueError for a large one."""
-    shape = torus.best_shape(nodes) if nodes % torus.UNIT_NODES == 0 else None
-    near = " or ".join(map(str, torus.nearest(nodes)))
-    check(
-        shape is not None or nodes <= limits.TORUS_ABOVE,
-        f"--nodes {nodes}: above {limits.TORUS_ABOVE} nodes a job on Fugaku is "
-        f"a torus of 2x3x2 units, XxYxZ with X, Z even and Y a multiple of 3: pass {near}",
-    )
-    return shape
-
-
 def decide(args: argparse.Namespace) -> Job:
     """Return the job that parsed flags describe."""
     mode = limits.mode(args.mode)
     groups, source = limits.resource_groups()
     group = _group(args, groups)
-    shape = node_shape(args.nodes)
+    shape = torus.best_shape(args.nodes) if args.nodes % torus.UNIT_NODES == 0 else None
+    near = " or ".join(map(str, torus.nearest(args.nodes)))
+    check(
+        shape is not None or args.nodes <= limits.TORUS_ABOVE,
+        f"--nodes {args.nodes}: above {limits.TORUS_ABOVE} nodes a job on Fugaku is "
+        f"a torus of 2x3x2 units, XxYxZ with X, Z even and Y a multiple of 3: pass {near}",
+    )
     system = System.from_names(
         "a64fx",
         software.THIS_PROJECT,

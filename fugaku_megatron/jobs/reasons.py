@@ -49,7 +49,18 @@ def why_this(plans: Sequence[LayoutCandidate]) -> Iterator[str]:
         if len(layouts) > OTHERS:
             break
     if best.bubble_fraction > LARGE_BUBBLE:
-        yield larger_batch(best)
+        # The model of a batch twice as large.
+        twice = 2 * best.layout.global_batch_size(best.run)
+        constant = BatchConfig(
+            micro_batch_size=best.run.batch.micro_batch_size, global_batch_size=twice
+        )
+        run = replace(best.run, batch=constant)
+        larger = step(run, best.layout, best.system)
+        yield (
+            f"the global batch is too small for {best.layout.pp} stages: with {microbatches(best)} micro-batches they wait "
+            f"{best.bubble_fraction:.0%} of the time; --global-batch-size {twice} leaves {larger.bubble_fraction:.0%}, and a "
+            f"sample takes {larger.seconds / best.seconds / 2:.2f} of the time (model); fewer --nodes help, too"
+        )
 
 
 def _parts(plan: LayoutCandidate) -> dict[str, float]:
@@ -58,18 +69,3 @@ def _parts(plan: LayoutCandidate) -> dict[str, float]:
 
 def microbatches(plan: LayoutCandidate) -> int:
     return plan.layout.microbatches(plan.run)
-
-
-def larger_batch(plan: LayoutCandidate) -> str:
-    """Return a line about a batch too small for the pipeline, with the model of a batch twice as large."""
-    twice = 2 * plan.layout.global_batch_size(plan.run)
-    constant = BatchConfig(
-        micro_batch_size=plan.run.batch.micro_batch_size, global_batch_size=twice
-    )
-    run = replace(plan.run, batch=constant)
-    larger = step(run, plan.layout, plan.system)
-    return (
-        f"the global batch is too small for {plan.layout.pp} stages: with {microbatches(plan)} micro-batches they wait "
-        f"{plan.bubble_fraction:.0%} of the time; --global-batch-size {twice} leaves {larger.bubble_fraction:.0%}, and a "
-        f"sample takes {larger.seconds / plan.seconds / 2:.2f} of the time (model); fewer --nodes help, too"
-    )

@@ -192,16 +192,6 @@ class RankMap:
         return result
 
 
-def parse_shape(word: str) -> Shape:
-    """Parse XxYxZ. ValueError for anything else."""
-    parts = word.split("x")
-    check(
-        len(parts) == 3 and all(_is_size(p) for p in parts),
-        f"node shape {word!r:.60}: pass XxYxZ, such as 4x6x16",
-    )
-    return _shape(map(int, parts))
-
-
 def _shape(sizes: Iterable[int]) -> Shape:
     x, y, z = sizes
     return x, y, z
@@ -218,7 +208,13 @@ def main(argv: Sequence[str]) -> int:
             len(argv) in (4, 5) and all(map(_is_size, argv[1:])),
             "pass SHAPE RANKS_PER_NODE TP PP [CP], such as 16x24x32 2 8 6",
         )
-        made = RankMap.from_layout(parse_shape(argv[0]), *map(int, argv[1:]))
+        word = argv[0]
+        parts = word.split("x")
+        check(
+            len(parts) == 3 and all(_is_size(p) for p in parts),
+            f"node shape {word!r:.60}: pass XxYxZ, such as 4x6x16",
+        )
+        made = RankMap.from_layout(_shape(map(int, parts)), *map(int, argv[1:]))
     except ValueError as error:
         print(f"fugaku_megatron.jobs.torus: {error}", file=sys.stderr)
         return 2

@@ -191,8 +191,12 @@ def check_layout(plan: Plan, world: Comm, build: Build, files: Files = NO_FILES)
             if not report.agrees:
                 break
     seconds = time.perf_counter() - started
+    model = small.config.model
     lines = [
-        _title(small, world.size, files),
+        (
+            f"check of the layout {small.layout} of {small.layout.world_size} of {world.size} ranks with {model.num_layers} layers of "
+            f"width {model.hidden_size}, {ITERATIONS} iterations, against {files.reference}"
+        ),
         *report.lines,
         *(f"not checked, because the copy has none: {path}" for path in unchecked),
         _result(report, small, seconds, files),
@@ -222,14 +226,6 @@ def _check_files(files: Files) -> None:
         check_record(files.record)
     if files.against is not None:
         check_against(files.against)
-
-
-def _title(small: Plan, ranks: int, files: Files) -> str:
-    model = small.config.model
-    return (
-        f"check of the layout {small.layout} of {small.layout.world_size} of {ranks} ranks with {model.num_layers} layers of "
-        f"width {model.hidden_size}, {ITERATIONS} iterations, against {files.reference}"
-    )
 
 
 def _result(report: Report, small: Plan, seconds: float, files: Files) -> str:

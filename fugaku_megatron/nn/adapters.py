@@ -152,7 +152,9 @@ def row_mask(
         return None
     rows = torch.arange(b.shape[:-1].numel())
     owners = _ROW_OWNERS[linear](rows, len(rows) // a.shape[:-3].numel(), model)
-    numbers = [torch.tensor(_numbers(linear, part)) for part in parts]
+    numbers = [
+        torch.tensor(IN_PROJ_PARTS.get(part, (MATRICES[linear].index(part),))) for part in parts
+    ]
     return torch.stack([torch.isin(owners, each) for each in numbers], 1).float().unsqueeze(-1)
 
 
@@ -176,11 +178,6 @@ def _of_key_heads(rows: Tensor, each: int, model: ModelConfig) -> Tensor:
 
 # Linear layer of several matrices -> owner of each row.
 _ROW_OWNERS = {QKV: _of_query_groups, FC1: _of_gates, IN_PROJ: _of_key_heads}
-
-
-def _numbers(linear: str, part: str) -> tuple[int, ...]:
-    """Return the owners of a matrix's rows."""
-    return IN_PROJ_PARTS.get(part, (MATRICES[linear].index(part),))
 
 
 def expanded(b: Tensor, mask: Tensor | None, scale: float) -> Tensor:

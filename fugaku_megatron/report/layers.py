@@ -57,28 +57,24 @@ def layers_section(context: Context) -> JsonObject:
     return {"rows": rows}
 
 
-def two_layers(context: Context, shape: str, tp: int, s: int) -> RunConfig:
-    """Return a run with two layers of `shape`, a small vocabulary and samples of `s` tokens."""
-    return make_run(
-        SHAPES[shape],
-        {
-            **PLAIN,
-            "global_batch_size": 1,
-            "vocab_size": VOCABULARY,
-            **context.scale.layers,
-            "num_layers": 2,
-            "seq_length": s,
-            "tensor_model_parallel_size": tp,
-        },
-    )
-
-
 def chosen_layers(context: Context, shape: str, seconds: float) -> RunConfig | None:
+    """Return a run with two layers of `shape`, a small vocabulary and the longest samples that fit, or None."""
     here = context.nodes.ranks.size
     least = USABLE * context.free / here
     sizes = [tp for tp in TENSOR_PARALLEL if here % tp == 0]
     for s, tp in itertools.product(context.scale.sequences, sizes):
-        run = two_layers(context, shape, tp, s)
+        run = make_run(
+            SHAPES[shape],
+            {
+                **PLAIN,
+                "global_batch_size": 1,
+                "vocab_size": VOCABULARY,
+                **context.scale.layers,
+                "num_layers": 2,
+                "seq_length": s,
+                "tensor_model_parallel_size": tp,
+            },
+        )
         quick = 4 * model_flops(run, 1) / (tp * context.training_flops) < seconds
         if quick and rank_bytes(run, tp) < least:
             return run

@@ -76,16 +76,12 @@ def repeated(comm: Comm, call: Callable[[], object], limit: float) -> tuple[floa
     return found
 
 
-def rank_counts(size: int) -> list[int]:
-    powers = [1 << power for power in range(size.bit_length()) if 1 << power < size]
-    return [*powers, size]
-
-
 def training_section(context: Context) -> JsonObject:
     """Measure data-parallel steps of 124M with equal micro-batches per rank. Collective."""
     world = context.world
     rows = []
-    counts = rank_counts(world.size)
+    powers = [1 << power for power in range(world.size.bit_length()) if 1 << power < world.size]
+    counts = [*powers, world.size]
     micro_batches = context.agreed(affordable_batches(context, len(counts)))
     for index, count in enumerate(counts):
         run = gpt2(context, global_batch_size=micro_batches * count)

@@ -125,7 +125,20 @@ def save_gguf(
     tensors = _tensors(gguf, weights, architecture, row)
     types = {name: _type(gguf, name, tensor.shape, kind) for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
-        _add_info(gguf, writer, name, tensor.shape, types[name])
+        quantization = types[name]
+        kinds = {
+            gguf.GGMLQuantizationType.F32: np.float32,
+            gguf.GGMLQuantizationType.F16: np.float16,
+        }
+        dtype = np.dtype(kinds.get(quantization, np.uint8))
+        stored = (
+            gguf.quant_shape_to_byte_shape(tensor.shape, quantization)
+            if dtype == np.uint8
+            else tensor.shape
+        )
+        writer.add_tensor_info(
+            name, stored, dtype, math.prod(stored) * dtype.itemsize, quantization
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -281,10 +294,3 @@ def _type(gguf: Any, name: str, shape: tuple[int, ...], kind: str) -> Any:
     elif kind == "q8_0" and shape[-1] % BLOCK:
         kind = "f16"
     return gguf.GGMLQuantizationType[TYPES[kind]]
-
-
-def _add_info(gguf: Any, writer: Any, name: str, shape: tuple[int, ...], quantization: Any) -> None:
-    kinds = {gguf.GGMLQuantizationType.F32: np.float32, gguf.GGMLQuantizationType.F16: np.float16}
-    dtype = np.dtype(kinds.get(quantization, np.uint8))
-    stored = gguf.quant_shape_to_byte_shape(shape, quantization) if dtype == np.uint8 else shape
-    writer.add_tensor_info(name, stored, dtype, math.prod(stored) * dtype.itemsize, quantization)

@@ -92,7 +92,8 @@ def read_tokenizer(
             f"--to-gguf needs the tokenizer, and {folder or 'the checkpoint'} has neither {TOKENIZER_JSON} nor {PIECES}: "
             "pass its folder with --hf-files"
         )
-    if _only_pieces(folder):
+    others = (TOKENIZER_JSON, TOKENIZER_CONFIG, "vocab.json", "vocab.txt")
+    if (folder / PIECES).is_file() and not any((folder / name).is_file() for name in others):
         found = of_pieces(folder / PIECES)
         template = folder / CHAT_TEMPLATE
         if template.is_file():
@@ -126,11 +127,6 @@ def read_tokenizer(
             f"{INEXACT} to write it"
         )
     return found
-
-
-def _only_pieces(folder: Path) -> bool:
-    others = (TOKENIZER_JSON, TOKENIZER_CONFIG, "vocab.json", "vocab.txt")
-    return (folder / PIECES).is_file() and not any((folder / name).is_file() for name in others)
 
 
 def _check_texts(found: GgufTokenizer, where: str) -> None:
@@ -255,7 +251,15 @@ def _of_byte_level(parts: JsonObject, merges: Merges, where: str) -> GgufTokeniz
         not missing,
         f"{where} has no token for {len(missing)} of the 256 bytes, and llama.cpp leaves such bytes out: pass --to-hf",
     )
-    differences = _normalizer_differences(parts["normalizer"], where)
+    normalizer = parts["normalizer"]
+    steps = _normalizer_steps(normalizer)
+    check(
+        all(step == NFC for step in steps),
+        f"{where} normalizes a text by {json.dumps(normalizer)[:150]}, and llama.cpp does not: pass --to-hf",
+    )
+    differences = (
+        ["it normalizes a text to NFC (normalizer), and llama.cpp does not"] if steps else []
+    )
     split = _split(parts, where)
     return GgufTokenizer(
         "gpt2",
@@ -270,16 +274,6 @@ def _normalizer_steps(normalizer: JsonObject | None) -> list[Any]:
     if normalizer is None:
         return []
     return normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
-
-
-def _normalizer_differences(normalizer: JsonObject | None, where: str) -> list[str]:
-    """Return NFC's difference, in few texts. Raise ValueError for other normalizers."""
-    steps = _normalizer_steps(normalizer)
-    check(
-        all(step == NFC for step in steps),
-        f"{where} normalizes a text by {json.dumps(normalizer)[:150]}, and llama.cpp does not: pass --to-hf",
-    )
-    return ["it normalizes a text to NFC (normalizer), and llama.cpp does not"] if steps else []
 
 
 def _split(parts: JsonObject, where: str) -> Split:

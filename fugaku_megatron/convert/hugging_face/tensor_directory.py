@@ -39,7 +39,15 @@ class TensorDirectory:
     def open(path: Path) -> TensorDirectory:
         """Read the headers. Raise ValueError for a missing, truncated or foreign file."""
         if (path / INDEX).exists():
-            return TensorDirectory(path, _indexed(path, _weight_map(path / INDEX)))
+            index = path / INDEX
+            names = read_json(index).get("weight_map")
+            if not isinstance(names, dict) or not all(
+                isinstance(file, str) and Path(file).name == file for file in names.values()
+            ):
+                raise ValueError(
+                    f"{index} has no weight_map of tensors and files in this directory"
+                )
+            return TensorDirectory(path, _indexed(path, names))
         pickled = [file.name for pattern in _PICKLED for file in sorted(path.glob(pattern))]
         also = ""
         if pickled:
@@ -64,15 +72,6 @@ def read_json(path: Path) -> JsonObject:
 
 def write_json(path: Path, contents: JsonObject) -> None:
     path.write_text(json.dumps(contents, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    names = read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not all(
-        isinstance(file, str) and Path(file).name == file for file in names.values()
-    ):
-        raise ValueError(f"{index} has no weight_map of tensors and files in this directory")
-    return names
 
 
 def _indexed(path: Path, weight_map: dict[str, str]) -> Tensors:

@@ -52,7 +52,16 @@ class Ranks(NamedTuple):
 
 def open_legacy(path: Path, vocab_size: int | None, ignored: Collection[str] = ()) -> Weights:
     """Open an iteration directory, or raise ValueError."""
-    files = _files(path)
+    files = {}
+    for folder in sorted(path.glob("mp_rank_*")):
+        match = _RANK.fullmatch(folder.name)
+        if match is None:
+            raise ValueError(f"{folder} is no folder of a rank: expected mp_rank_00[_000][_000]")
+        files[tuple(int(number) for number in match.groups() if number)] = folder / FILE
+    check(
+        len({len(numbers) for numbers in files}) == 1,
+        f"{path} has folders of different layouts, such as {path.name}/{folder.name}",
+    )
     first = load_pickled(next(iter(files.values())))
     check(
         "args" in first, f"{path} holds no arguments of Megatron-LM: it was saved before version 2"
@@ -86,20 +95,6 @@ def open_legacy(path: Path, vocab_size: int | None, ignored: Collection[str] = (
 
 
 Files = dict[tuple[int, ...], Path]  # of numbers in a folder's name
-
-
-def _files(path: Path) -> Files:
-    found = {}
-    for folder in sorted(path.glob("mp_rank_*")):
-        match = _RANK.fullmatch(folder.name)
-        if match is None:
-            raise ValueError(f"{folder} is no folder of a rank: expected mp_rank_00[_000][_000]")
-        found[tuple(int(number) for number in match.groups() if number)] = folder / FILE
-    check(
-        len({len(numbers) for numbers in found}) == 1,
-        f"{path} has folders of different layouts, such as {path.name}/{folder.name}",
-    )
-    return found
 
 
 def _ranks(path: Path, files: Files, ep: int) -> Ranks:

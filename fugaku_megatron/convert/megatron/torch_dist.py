@@ -214,20 +214,17 @@ class DistFiles:
     def _assembly(self, key: str, shape: Shape) -> _Assembly:
         """Allocate memory that the stored pieces can fill."""
         if key not in self._has_bytes:
-            self._check_bytes(key)
+            stored = self.tensors[key]
+            needed = math.prod(stored.size) * self.dtype(key).itemsize
+            given = sum(
+                self._place(MetadataIndex(key, chunk.offsets)).length for chunk in stored.chunks
+            )
+            check(
+                given >= needed,
+                f"{self.path / TORCH_DIST}: {key} of shape {list(stored.size)} has {needed} bytes, and its pieces {given}",
+            )
             self._has_bytes.add(key)
         return _Assembly.empty(f"{self.path}: {key}", shape, self.dtype(key))
-
-    def _check_bytes(self, key: str) -> None:
-        stored = self.tensors[key]
-        needed = math.prod(stored.size) * self.dtype(key).itemsize
-        given = sum(
-            self._place(MetadataIndex(key, chunk.offsets)).length for chunk in stored.chunks
-        )
-        check(
-            given >= needed,
-            f"{self.path / TORCH_DIST}: {key} of shape {list(stored.size)} has {needed} bytes, and its pieces {given}",
-        )
 
     def _piece(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         inside = all(

@@ -236,7 +236,13 @@ def _state(
     if scheduler:
         state["param_schedule"] = _schedule(scheduler, given).state()
     if optimizer:
-        state["optimizer_steps"] = _steps(path, optimizer)
+        found = {int(step) for name in ("step", "common_step") for step in _found(optimizer, name)}
+        check(
+            len(found) == 1,
+            f"{path}: the optimizer's step is {sorted(found) or 'not there'}, not one number: pass "
+            "--no-load-optim",
+        )
+        state["optimizer_steps"] = found.pop()
         state["scaler"] = _scaler(optimizer, given)
     return state
 
@@ -245,16 +251,6 @@ def _count(path: Path, name: str, value: Any) -> int:
     right = isinstance(value, int) and not isinstance(value, bool) and value >= 0
     check(right, f"{path}: {name} is {value!r:.40}, not a number of samples")
     return int(value)
-
-
-def _steps(path: Path, optimizer: Saved) -> int:
-    found = {int(step) for name in ("step", "common_step") for step in _found(optimizer, name)}
-    check(
-        len(found) == 1,
-        f"{path}: the optimizer's step is {sorted(found) or 'not there'}, not one number: pass "
-        "--no-load-optim",
-    )
-    return found.pop()
 
 
 def _scaler(optimizer: Saved, given: Saved) -> dict[str, float]:

@@ -172,7 +172,10 @@ class ChatDataset:
     def __len__(self) -> int:
         return self.num_epochs * len(self.packing)
 
-    def _epoch_of(self, number: int) -> _Epoch:
+    def chats_of(self, index: int) -> list[int]:
+        """Return the numbers of a sample's chats, in the order of its epoch."""
+        check_index(index, self)
+        number, place = divmod(index, len(self.packing))
         epoch = self._epoch
         if epoch is None or epoch.number != number:
             # its stream is the same in every numpy
@@ -181,12 +184,6 @@ class ChatDataset:
             chats = chats[np.argsort(-self.lengths[chats], kind="stable")]
             epoch = _Epoch(number, chats, rng.permutation(len(self.packing)).astype(np.int32))
             self._epoch = epoch
-        return epoch
-
-    def chats_of(self, index: int) -> list[int]:
-        check_index(index, self)
-        number, place = divmod(index, len(self.packing))
-        epoch = self._epoch_of(number)
         places = self.packing.of_sample(int(epoch.samples[place]))
         return [int(chat) for chat in epoch.chats[places] + self.documents.start]
 

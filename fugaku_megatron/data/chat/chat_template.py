@@ -295,16 +295,18 @@ class ChatTemplate:
                 trained |= (ends > begin) & (ends <= end)
             return ids, trained
         for begin, end in spans:
-            first, last = (self._ids(text[:place]) for place in (begin, end))
+            first, last = (
+                np.array(
+                    self._library(text[:place], add_special_tokens=False)["input_ids"], np.int32
+                )
+                for place in (begin, end)
+            )
             if not (
                 np.array_equal(first, ids[: len(first)]) and np.array_equal(last, ids[: len(last)])
             ):
                 raise ValueError(f"a token holds text of two turns: {FORM}")
             trained[len(first) : len(last)] = True
         return ids, trained
-
-    def _ids(self, text: str) -> np.ndarray:
-        return np.array(self._library(text, add_special_tokens=False)["input_ids"], np.int32)
 
     def _text(self, chat: Chat, messages: Messages, template: str | None = None, **how: Any) -> str:
         how |= {"tokenize": False, "return_dict": False}

@@ -109,7 +109,15 @@ class Unfinished:
         with self._writing():
             make_own(self.folder)
             self._lock = open(self.folder / LOCK, "w", opener=no_link)  # closed by __exit__
-        self._acquire()
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise ValueError(
+                f"--output-prefix {self.prefix}: another preprocess is writing it: wait for its end, or pass another "
+                "one"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
         self.journal = self._found(outputs) or self._empty(outputs)
         self._recorded = self.journal.documents > 0
         with self._writing():
@@ -121,17 +129,6 @@ class Unfinished:
 
     def _empty(self, outputs: int) -> Journal:
         return Journal(self._made_with, tokens=tuple(0 for _ in range(outputs)))
-
-    def _acquire(self) -> None:
-        try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            raise ValueError(
-                f"--output-prefix {self.prefix}: another preprocess is writing it: wait for its end, or pass another "
-                "one"
-            ) from None
-        except OSError:  # a file system without locks
-            pass
 
     def _writing(self) -> AbstractContextManager[None]:
         return writing(str(self.folder))

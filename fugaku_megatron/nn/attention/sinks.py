@@ -30,11 +30,6 @@ class Sinks(NamedTuple):
     def of(parameter: Tensor, heads: slice) -> Sinks:
         return Sinks(parameter.detach()[heads].float(), parameter, heads)
 
-    def add_gradient(self, gradient: Tensor) -> None:
-        """Add a gradient (n,) to the parameter's."""
-        if self.parameter is not None and not is_frozen(self.parameter):
-            gradient_of(self.parameter)[self.heads].add_(gradient)
-
     def backward(self, out: Tensor, lse: Tensor, dout: Tensor) -> None:
         """Add the gradient of a call: -sum of softmax(sink) (dout . out) over the queries.
 
@@ -44,4 +39,6 @@ class Sinks(NamedTuple):
             return
         delta = (dout.float() * out.float()).unflatten(2, (len(self.values), -1)).sum(-1)
         probabilities = torch.exp(self.values.unsqueeze(1) - lse)
-        self.add_gradient(-(probabilities * delta.permute(1, 2, 0)).sum((0, 2)))
+        gradient = -(probabilities * delta.permute(1, 2, 0)).sum((0, 2))
+        if self.parameter is not None and not is_frozen(self.parameter):
+            gradient_of(self.parameter)[self.heads].add_(gradient)

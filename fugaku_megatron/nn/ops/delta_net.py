@@ -276,11 +276,6 @@ def _chunk_gradients(
     return gradients, first_dstate
 
 
-def _unit_gradient(dunit: Tensor, unit: Tensor, reciprocal: Tensor) -> Tensor:
-    along = (dunit * unit).sum(-1, keepdim=True)
-    return reciprocal * (dunit - unit * along)
-
-
 def _torch_rule(
     qkv: Tensor, gates: DeltaGates, rule: _Rule, state: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -316,7 +311,8 @@ def _torch_rule(
             ):
                 summed = dunit.unflatten(1, (-1, heads.group)).sum(2)
                 first_unit = unit[:, :: heads.group]
-                d.copy_(_unit_gradient(summed, first_unit, length).permute(2, 0, 1, 3))
+                along = (summed * first_unit).sum(-1, keepdim=True)
+                d.copy_((length * (summed - first_unit * along)).permute(2, 0, 1, 3))
             ddecay[tokens] = gradients.decay.permute(2, 0, 1)
             dbeta[tokens] = gradients.beta.permute(2, 0, 1)
         return dqkv, ddecay, dbeta, dstate

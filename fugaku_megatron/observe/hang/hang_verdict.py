@@ -137,7 +137,8 @@ def judge(census: Census, alone: bool = False, late: float = 0.0) -> Verdict | N
 
     A silent node counts as stuck only if no rank elsewhere moves, because datagrams may be lost.
     """
-    silence_counts = _stands(census)
+    waits = all(waiter.seconds >= waiter.limit / 2 for waiter in census.waiters[:1])
+    silence_counts = waits and census.ranks == census.waiting + len(census.stuck) + census.more
     overdue = tuple(
         s
         for s in census.stuck
@@ -149,11 +150,6 @@ def judge(census: Census, alone: bool = False, late: float = 0.0) -> Verdict | N
     if census.waiting == census.ranks > 0 and _patient(census.waiters[0], alone, late):
         return Verdict(_deadlock(census, alone), ExitCode.HANG, ())
     return None
-
-
-def _stands(census: Census) -> bool:
-    waits = all(waiter.seconds >= waiter.limit / 2 for waiter in census.waiters[:1])
-    return waits and census.ranks == census.waiting + len(census.stuck) + census.more
 
 
 def _patient(waiter: Standing, alone: bool, late: float) -> bool:

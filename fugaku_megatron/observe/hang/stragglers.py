@@ -84,7 +84,11 @@ class RankTimes(Observer):
         own = torch.tensor(self._rows).mean(0)
         everyone = torch.empty(self.world.size, len(own))
         self.world.all_gather(everyone, own)
-        self._keep(self._interval(iteration, everyone))
+        try:
+            append(self.file, self._interval(iteration, everyone).line())
+        except OSError as error:  # not worth ending a run
+            self.say(f"--log-ranks {self.file}: no longer written: {error.strerror}")
+            self.file = None
         count = self._judged[0] + len(self._rows)
         seconds = self._judged[1] + everyone * len(self._rows)
         self._rows = []
@@ -106,13 +110,6 @@ class RankTimes(Observer):
             dict(zip(PHASES, phases, strict=True)),
             self.layout.cp,
         )
-
-    def _keep(self, interval: Interval) -> None:
-        try:
-            append(self.file, interval.line())
-        except OSError as error:  # not worth ending a run
-            self.say(f"--log-ranks {self.file}: no longer written: {error.strerror}")
-            self.file = None
 
     def _name(self, found: list[Straggler]) -> None:
         slow = {(s.rank, s.phase) for s in found}

@@ -213,7 +213,8 @@ class Watchdog:
         whole = link.whole(own, limit, now)
         link.report(own, whole, limit, now)
         if link.end:
-            self._end(self._pass_on(link, link.end))
+            link.announce(link.end)
+            self._end(self._publish({**link.end, "speaks": False}))
         if link.number == 0:
             return whole, whole.nodes < link.count, 0.0
         if alone := link.alone(limit, now):
@@ -268,10 +269,6 @@ class Watchdog:
                 self.link.announce(end)
         return end
 
-    def _pass_on(self, link: Link, end: Message) -> Message:
-        link.announce(end)
-        return self._publish({**end, "speaks": False})
-
     def _publish(self, end: Message) -> Message:
         """Write the reason for the end unless another rank was faster; return the written reason."""
         end = {**end, "process": os.getpid()}
@@ -319,7 +316,11 @@ class Watchdog:
         else:  # the launcher exits with the code of the rank that ends first
             self._await(lambda: not lives(end["process"]), begin + PATIENCE)
             time.sleep(hang_verdict.ASLEEP)
-            self._kill(end["stuck"])
+            ranks = end["stuck"]
+            for beat in self._here.read():
+                if beat.rank in ranks and beat.process != os.getpid():
+                    with contextlib.suppress(OSError):
+                        os.kill(beat.process, signal.SIGKILL)
         os._exit(end["code"])
 
     def _all_written(self) -> bool:
@@ -338,12 +339,6 @@ class Watchdog:
         while time.monotonic() < until and not condition():
             self.heart.look(written=True)
             time.sleep(0.05)
-
-    def _kill(self, ranks: list[int]) -> None:
-        for beat in self._here.read():
-            if beat.rank in ranks and beat.process != os.getpid():
-                with contextlib.suppress(OSError):
-                    os.kill(beat.process, signal.SIGKILL)
 
 
 def requested(folder: Path, process: int) -> Path:

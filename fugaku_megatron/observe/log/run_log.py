@@ -318,17 +318,14 @@ class RunLog:
         elif _RUN + "{" in line:
             self.job = parse_run(line)
         elif "iteration" in line and " | " in line:
-            self._read_iteration(line)
+            if "validation loss at iteration" in line:
+                number, loss, _ = parse_validation_line(line)
+                self._validations[number] = loss
+            elif re.search(r"\biteration\s+\d+/", line):
+                self._add(parse_line(line))
         elif (memory := parse_peak_memory([line])) is not None:
             self.memory_mib = memory
             self._ended = True
-
-    def _read_iteration(self, line: str) -> None:
-        if "validation loss at iteration" in line:
-            number, loss, _ = parse_validation_line(line)
-            self._validations[number] = loss
-        elif re.search(r"\biteration\s+\d+/", line):
-            self._add(parse_line(line))
 
     def _read_record(self, line: str) -> None:
         try:
