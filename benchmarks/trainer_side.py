@@ -117,8 +117,8 @@ def _accelerated(order: Order, model: Any) -> Any:
 
 
 def _tokens(order: Order, vocabulary: int) -> torch.Tensor:
-    """Return samples (steps + 2 batches, s)."""
-    count = (order.steps + 2) * order.batch
+    """Return samples (steps + 1 batches, s)."""
+    count = (order.steps + 1) * order.batch
     generator = torch.Generator().manual_seed(2)
     return torch.randint(1, vocabulary, (count, order.length), generator=generator)
 

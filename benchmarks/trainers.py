@@ -25,6 +25,9 @@ from .disturbance import OTHERS, Watch
 PROGRAMS = ("sft", "dpo", "delta-sft", "experts", "embedding", "generate")
 SIDES = ("torch", "ours")
 ALLOCATOR = "tcmalloc"
+# Steps that are not timed: "auto" tries the kernels on eight calls of a shape, of which a model of one layer has one a step.
+WARM_UP = {"experts": 8}
+FEWEST_WARM_UP = 2
 QUICK = {"steps": 2, "layers": 1, "length": 64, "batch": 2, "vocabulary": 512}
 COLUMNS: tuple[Column, ...] = (
     ("program", "<10", "program"),
@@ -53,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _compare(order: dict[str, Any], environment: dict[str, str], steps: int) -> dict[str, Any]:
-    """Take the steps of both sides in turn, after a first one that is not timed."""
+    """Take the steps of both sides in turn, after some that are not timed."""
+    warm_up = WARM_UP.get(order["program"], FEWEST_WARM_UP)
+    order = {**order, "steps": warm_up + steps}
     sides = {
         side: child.Child(child.python("trainer_side", {**order, "side": side}), environment, side)
         for side in SIDES
@@ -63,14 +68,14 @@ def _compare(order: dict[str, Any], environment: dict[str, str], steps: int) -> 
     try:
         for each in sides.values():
             each.answer()
-        for number in range(steps + 1):
+        for number in range(warm_up + steps):
             for side in SIDES if number % 2 else reversed(SIDES):
                 answers[side].append(sides[side].ask("step"))
     finally:
         for each in sides.values():
             each.__exit__()
     seconds = {
-        side: statistics.median(step["seconds"] for step in taken[1:])
+        side: statistics.median(step["seconds"] for step in taken[warm_up:])
         for side, taken in answers.items()
     }
     losses = [[step["loss"] for step in answers[side]] for side in SIDES]

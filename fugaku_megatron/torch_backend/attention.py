@@ -7,7 +7,7 @@ not attend to the keys at and before their own positions, keys and values are pa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -115,14 +115,16 @@ class Segment(NamedTuple):
             rows.append(packed.pairs[self.keys])
         return [x.flatten(1).unsqueeze(1) for x in rows]
 
-    def call(self, name: str, inputs: list[Tensor], *others: Tensor) -> None:
+    def call(
+        self, name: str, inputs: list[Tensor], others: Sequence[Tensor], dropout: dict[str, Any]
+    ) -> None:
         """Call a kernel. inputs: see `tensors`; others: the kernel's arguments after them"""
         if len(inputs) == 1:
-            getattr(kernels, f"attention_{name}")(*inputs, *others)
+            getattr(kernels, f"attention_{name}")(*inputs, *others, **dropout)
             return
         positions = max(self.first_query + len(inputs[0]), len(inputs[1]))
         getattr(kernels, f"attention_part_{name}")(
-            *inputs, *others, positions, self.first_query, 0, starts=self.starts
+            *inputs, *others, positions, self.first_query, 0, starts=self.starts, **dropout
         )
 
 
@@ -188,8 +190,8 @@ def _masked_segments(mask: Tensor) -> list[Segment] | None:
 
 def _unmasked_segments(q: int, k: int, is_causal: bool) -> list[Segment]:
     if is_causal:
-        return [Segment(slice(q), slice(min(q, k)), 0)]
-    return [Segment(slice(q), slice(k), k)]
+        return [Segment(slice(0, q), slice(min(q, k)), 0)]
+    return [Segment(slice(0, q), slice(k), k)]
 
 
 def _samples(heads: Heads, options: Options) -> list[list[Segment]] | None:
@@ -222,22 +224,30 @@ def _query_factor(query: Tensor, scale: float | None) -> float | None:
     return factor if is_power_of_two or query.dtype == torch.float32 else None
 
 
+def _flat(rows: Tensor) -> Tensor:
+    """Return rows (q, n, d) as the kernels' (q, 1, n d)."""
+    return rows.flatten(1).unsqueeze(1).contiguous()
+
+
 class Plan(NamedTuple):
     """Calls of the kernels that serve a call of the operator.
 
     samples: segments of each sample.
     factor: of queries.
     packed: buffers for one sample.
+    dropout_p, seed: of the probabilities.
     """
 
     samples: list[list[Segment]]
     factor: float
     packed: Packed
+    dropout_p: float = 0.0
+    seed: int = 0
 
     @staticmethod
     def of(heads: Heads, options: Options) -> Plan | None:
         """Return the calls, or None if the kernels do not serve the operator's call."""
-        if options.dropout_p or not heads.supported:
+        if not heads.supported:
             return None
         factor = _query_factor(heads.query, options.scale)
         if factor is None:
@@ -246,39 +256,72 @@ class Plan(NamedTuple):
         if samples is None:
             return None
         same_positions = options.is_causal and heads.query.shape[2] == heads.key.shape[2]
-        return Plan(samples, factor, Packed.empty(heads, same_positions))
+        packed = Packed.empty(heads, same_positions)
+        seed = int(torch.randint(1 << 50, ())) if options.dropout_p else 0
+        return Plan(samples, factor, packed, options.dropout_p, seed)
+
+    def calls(self, sample: int) -> Iterator[tuple[Segment, dict[str, Any]]]:
+        """Yield the segments of a sample, with their options of dropout."""
+        for stream, segment in enumerate(self.samples[sample]):
+            random = {"seed": self.seed, "stream": stream, "first_sample": sample}
+            yield segment, {"p": self.dropout_p, **random}
+
+    def forward(self, heads: Heads) -> tuple[Tensor, Tensor]:
+        """Return the context, laid out as the queries, and the natural log of the sums (b, n, q)."""
+        query = heads.query
+        _, n, q, _ = query.shape
+        out = torch.empty_like(query)
+        # Queries that see no key have log-sum 0 and context 0.
+        lse = query.new_zeros(len(query), q, n, dtype=torch.float32).transpose(1, 2)
+        for sample, segments in enumerate(self.samples):
+            self.packed.fill(heads, sample, self.factor)
+            context = out[sample].transpose(0, 1)
+            rows = context if context.is_contiguous() else context.new_empty(context.shape)
+            if sum(segment.queries.stop - segment.queries.start for segment in segments) < q:
+                rows.zero_()
+            for segment, dropout in self.calls(sample):
+                part = _flat(rows[segment.queries])
+                sums = lse.new_empty(1, n, len(part))
+                segment.call("forward", segment.tensors(self.packed), (part, sums), dropout)
+                lse[sample, :, segment.queries] = sums[0]
+            if rows is not context:
+                context.copy_(rows)
+        return out, lse
+
+    def backward(
+        self, grad_out: Tensor, heads: Heads, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients of query, key and value, each laid out as (b, q or k, n, d)."""
+        results = tuple(x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in heads)
+        gradients = self.packed.empty_gradients()
+        for sample in range(len(out)):
+            self.packed.fill(heads, sample, self.factor)
+            gradients.clear()
+            for segment, dropout in self.calls(sample):
+                others = (
+                    _flat(out[sample, :, segment.queries].transpose(0, 1)),
+                    lse[sample : sample + 1, :, segment.queries].contiguous(),
+                    _flat(grad_out[sample, :, segment.queries].transpose(0, 1)),
+                    *segment.tensors(gradients),
+                )
+                segment.call("backward", segment.tensors(self.packed), others, dropout)
+            for result, gradient in zip(results, gradients.views(), strict=True):
+                result[sample].unflatten(0, gradient.shape[:2]).copy_(gradient)
+        if self.factor != 1.0:
+            results[0].mul_(self.factor)
+        return results
 
 
-def _flat(rows: Tensor) -> Tensor:
-    """Return rows (q, n, d) as the kernels' (q, 1, n d)."""
-    return rows.flatten(1).unsqueeze(1).contiguous()
+def _plan_of_operator(heads: Heads, options: Options) -> Plan | None:
+    """Return the calls of ATen's operator, which has no seed that its backward could repeat."""
+    return None if options.dropout_p else Plan.of(heads, options)
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> object:
-    """Return the context, laid out as the queries, and the natural log of the sums (b, n, q). arguments: see `Options`"""
+    """Return the context and the log-sums, see `Plan.forward`. arguments: see `Options`"""
     heads = Heads(query, key, value)
-    options = Options(*arguments)
-    plan = Plan.of(heads, options)
-    if plan is None:
-        return NotImplemented
-    b, n, q, _ = query.shape
-    out = torch.empty_like(query)
-    # Queries that see no key have log-sum 0 and context 0.
-    lse = query.new_zeros(b, q, n, dtype=torch.float32).transpose(1, 2)
-    for sample, segments in enumerate(plan.samples):
-        plan.packed.fill(heads, sample, plan.factor)
-        context = out[sample].transpose(0, 1)
-        rows = context if context.is_contiguous() else context.new_empty(context.shape)
-        if options.attn_mask is not None:
-            rows.zero_()
-        for segment in segments:
-            part = _flat(rows[segment.queries])
-            sums = lse.new_empty(1, n, len(part))
-            segment.call("forward", segment.tensors(plan.packed), part, sums)
-            lse[sample, :, segment.queries] = sums[0]
-        if rows is not context:
-            context.copy_(rows)
-    return out, lse
+    plan = _plan_of_operator(heads, Options(*arguments))
+    return NotImplemented if plan is None else plan.forward(heads)
 
 
 def flash_attention_backward(
@@ -290,29 +333,7 @@ def flash_attention_backward(
     logsumexp: Tensor,
     *arguments: Any,
 ) -> object:
-    """Return the gradients of query, key and value, each laid out as (b, q or k, n, d). arguments: see `Options`"""
+    """Return the gradients, see `Plan.backward`. arguments: see `Options`"""
     heads = Heads(query, key, value)
-    plan = Plan.of(heads, Options(*arguments))
-    if plan is None:
-        return NotImplemented
-    results = tuple(
-        x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (query, key, value)
-    )
-    gradients = plan.packed.empty_gradients()
-    for sample, segments in enumerate(plan.samples):
-        plan.packed.fill(heads, sample, plan.factor)
-        gradients.clear()
-        for segment in segments:
-            segment.call(
-                "backward",
-                segment.tensors(plan.packed),
-                _flat(out[sample, :, segment.queries].transpose(0, 1)),
-                logsumexp[sample : sample + 1, :, segment.queries].contiguous(),
-                _flat(grad_out[sample, :, segment.queries].transpose(0, 1)),
-                *segment.tensors(gradients),
-            )
-        for result, gradient in zip(results, gradients.views(), strict=True):
-            result[sample].unflatten(0, gradient.shape[:2]).copy_(gradient)
-    if plan.factor != 1.0:
-        results[0].mul_(plan.factor)
-    return results
+    plan = _plan_of_operator(heads, Options(*arguments))
+    return NotImplemented if plan is None else plan.backward(grad_out, heads, out, logsumexp)

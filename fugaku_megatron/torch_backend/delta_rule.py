@@ -5,75 +5,68 @@ d key size, dv value size; g key heads, n value heads; the kernels take tokens f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.autograd.function import once_differentiable
 
 from ..host import kernels
-from .kernel_operators import KernelOperator, given, launch, none, supports
 
 Function = Callable[..., Any]
+TYPES = (torch.float32, torch.bfloat16)
 
 
-def _rule(
-    qkv: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    starts: Tensor,
-    numbers: Sequence[float],
-) -> list[Tensor]:
-    """Return the result (s, b, n dv), the last state, and the states between segments, which backward needs."""
-    s, b, _ = qkv.shape
-    _, n, _, dv = state.shape
-    segments = (s + kernels.DELTA_SEGMENT - 1) // kernels.DELTA_SEGMENT
-    states = state.new_empty(segments + 1, *state.shape)
-    states[0] = state
-    out = qkv.new_empty(s, b, n * dv)
-    launch("delta_rule_forward", qkv, decay, beta, states, out, starts=given(starts))
-    return [out, states[-1].clone(), states]
+class _DeltaRule(torch.autograd.Function):
+    """Result (s, b, n dv) and last state of qkv (s, b, g (2 d + dv n / g))."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, decay: Tensor, beta: Tensor, state: Tensor, starts: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        s, b, _ = qkv.shape
+        segments = (s + kernels.DELTA_SEGMENT - 1) // kernels.DELTA_SEGMENT
+        states = state.new_empty(segments + 1, *state.shape)
+        states[0] = state
+        out = qkv.new_empty(s, b, state.shape[1] * state.shape[3])
+        kernels.delta_rule_forward(qkv, decay, beta, states, out, starts=starts)
+        ctx.save_for_backward(qkv, decay, beta, states, starts)
+        return out, states[-1].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, dstate: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, decay, beta, states, starts = ctx.saved_tensors
+        # The kernel replaces the gradient of the last state by the gradient of the first one.
+        dstate = dstate.clone()
+        made = [torch.empty_like(each) for each in (qkv, decay, beta)]
+        inputs = (qkv, decay, beta, states, dout.contiguous(), dstate)
+        kernels.delta_rule_backward(*inputs, *made, starts=starts)
+        return *made, dstate, None
 
 
-def _rule_backward(
-    tensors: list[Tensor], results: list[Tensor], gradients: list[Tensor], _: Sequence[float]
-) -> list[Tensor]:
-    dout, dstate = gradients[:2]
-    # The kernel replaces the gradient of the last state by that of the first.
-    first = dstate.clone() if len(dstate) else torch.zeros_like(tensors[3])
-    made = [torch.empty_like(each) for each in tensors[:3]]
-    dout = dout if len(dout) else torch.zeros_like(results[0])
-    inputs = (*tensors[:3], results[2], dout, first)
-    launch("delta_rule_backward", *inputs, *made, starts=given(tensors[4]))
-    return [*made, first, none()]
+class _Convolution(torch.autograd.Function):
+    """The silu of the depthwise convolution of x (s, b, channels) with weight (channels, taps)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, starts: Tensor | None) -> Tensor:
+        y = torch.empty_like(x)
+        kernels.convolution_forward(x, weight, y, starts=starts)
+        ctx.save_for_backward(x, weight, starts)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, starts = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        dweight = torch.zeros_like(weight, dtype=torch.float32)
+        kernels.convolution_backward(dy.contiguous(), x, weight, dx, dweight, starts=starts)
+        return dx, dweight.to(weight.dtype), None
 
 
-def _convolution(
-    x: Tensor, weight: Tensor, starts: Tensor, numbers: Sequence[float]
-) -> list[Tensor]:
-    """Return silu of the depthwise convolution of x (s, b, channels) with weight (channels, taps)."""
-    y = x.new_empty(x.shape)
-    launch("convolution_forward", x, weight, y, starts=given(starts))
-    return [y]
-
-
-def _convolution_backward(
-    tensors: list[Tensor], results: list[Tensor], gradients: list[Tensor], _: Sequence[float]
-) -> list[Tensor]:
-    x, weight, starts = tensors
-    dx = x.new_empty(x.shape)
-    dweight = torch.zeros_like(weight, dtype=torch.float32)
-    launch("convolution_backward", gradients[0], x, weight, dx, dweight, starts=given(starts))
-    return [dx, dweight.to(weight.dtype), none()]
-
-
-DELTA_RULE = KernelOperator("delta_rule", _rule, _rule_backward)
-CONVOLUTION = KernelOperator("causal_convolution", _convolution, _convolution_backward)
-
-
-def document_starts(bounds: Tensor | None, s: int) -> Tensor | None:
+def _document_starts(bounds: Tensor | None, s: int) -> Tensor | None:
     """Return the first position of each token's document, int32 (1, s), from the documents' bounds; None: one document."""
     if bounds is None:
         return None
@@ -81,14 +74,20 @@ def document_starts(bounds: Tensor | None, s: int) -> Tensor | None:
     return bounds[numbers].to(torch.int32).unsqueeze(0)
 
 
+def _is_supported(*tensors: Tensor) -> bool:
+    dtype = tensors[0].dtype
+    is_served = all(x.dtype == dtype and x.numel() for x in tensors)
+    return is_served and dtype in TYPES and not torch.compiler.is_compiling()
+
+
 def chunk_rule(
     original: Function, query: Tensor, key: Tensor, value: Tensor, **options: Any
 ) -> Any:
     """Compute transformers' chunk_gated_delta_rule."""
     bounds = options.get("cu_seqlens")
-    is_packed = bounds is not None and len(query) == 1
+    is_batch_of_documents = bounds is not None and len(query) > 1
     normalized = options.get("use_qk_l2norm_in_kernel")
-    if not normalized or not supports(query, key, value) or (bounds is not None and not is_packed):
+    if not normalized or is_batch_of_documents or not _is_supported(query, key, value):
         return original(query, key, value, **options)
     b, s, g, d = key.shape
     n, dv = value.shape[2:]
@@ -97,28 +96,10 @@ def chunk_rule(
     gates = (options[name].float().transpose(0, 1).contiguous() for name in ("g", "beta"))
     state = options.get("initial_state")
     state = torch.zeros(b, n, d, dv) if state is None else state.float()
-    out, last, _ = DELTA_RULE(qkv, *gates, state, document_starts(bounds, s))
+    starts = _document_starts(bounds, s)
+    out, last = _DeltaRule.apply(qkv, *gates, state, starts)  # type: ignore[no-untyped-call]
     out = out.transpose(0, 1).unflatten(-1, (n, dv))
     return out, last if options.get("output_final_state") else None
-
-
-def recurrent_rule(
-    original: Function, query: Tensor, key: Tensor, value: Tensor, **options: Any
-) -> Any:
-    """Compute transformers' fused_recurrent_gated_delta_rule, of one token of each sample and without gradient."""
-    state = options.get("initial_state")
-    differentiable = torch.is_grad_enabled() or torch.compiler.is_compiling()
-    normalized = options.get("use_qk_l2norm_in_kernel")
-    if differentiable or state is None or not normalized or not supports(query, key, value):
-        return original(query, key, value, **options)
-    b, _, g, _ = key.shape
-    rows = torch.cat((query[:, 0], key[:, 0], value.reshape(b, g, -1)), -1).flatten(1)
-    gates = (options[name][:, 0].float().contiguous() for name in ("g", "beta"))
-    # transformers copies the returned state to its cache.
-    state = state.float().clone()
-    out = rows.new_empty(b, value[0].numel())
-    kernels.delta_rule_decode(rows, *gates, state, torch.arange(b), out)
-    return out.view(value.shape), state if options.get("output_final_state") else None
 
 
 def convolution(
@@ -130,36 +111,19 @@ def convolution(
     **options: Any,
 ) -> Any:
     """Compute transformers' causal_conv1d_fn, x (b, channels, s)."""
-    bounds = options.get("cu_seq_lens_q")
-    is_packed = bounds is not None and len(x) == 1
-    if (
-        bias is not None
-        or activation != "silu"
-        or not supports(x, weight)
-        or options.get("seq_idx") is not None
-    ):
+    known = bias is None and activation == "silu" and options.get("seq_idx") is None
+    if not known or not _is_supported(x, weight):
         return original(x, weight, bias, activation, **options)
+    bounds = options.get("cu_seq_lens_q") if len(x) == 1 else None
     tokens = x.permute(2, 0, 1).contiguous()
-    starts = document_starts(bounds, len(tokens)) if is_packed else None
-    return CONVOLUTION(tokens, weight.contiguous(), starts)[0].permute(1, 2, 0)
+    starts = _document_starts(bounds, len(tokens))
+    y = _Convolution.apply(tokens, weight.contiguous(), starts)  # type: ignore[no-untyped-call]
+    return y.permute(1, 2, 0)
 
 
-def convolution_update(
-    original: Function, x: Tensor, state: Tensor, weight: Tensor, *options: Any
-) -> Any:
-    """Compute transformers' causal_conv1d_update of one token, x (b, channels, 1), by a product and not by torch's convolution."""
-    if options != (None, "silu"):
-        return original(x, state, weight, *options)
-    window = torch.cat((state, x), -1)
-    state.copy_(window[..., 1:])
-    products = window[..., -weight.shape[-1] :].float() * weight.float()
-    return F.silu(products.sum(-1, keepdim=True)).to(x.dtype)
-
-
-# A function of transformers' modeling files -> ours, which gets it as its first argument
+# A function of the modeling files that have it -> ours, which gets it as its first argument
+MARK = "torch_chunk_gated_delta_rule"
 FUNCTIONS: dict[str, Function] = {
-    "torch_chunk_gated_delta_rule": chunk_rule,
-    "torch_recurrent_gated_delta_rule": recurrent_rule,
+    MARK: chunk_rule,
     "causal_conv1d_fn": convolution,
-    "causal_conv1d_update": convolution_update,
 }

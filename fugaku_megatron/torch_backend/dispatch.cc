@@ -6,6 +6,7 @@
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/ops/_grouped_mm_compositeexplicitautograd_dispatch.h>
 #include <ATen/ops/rms_norm_compositeimplicitautograd_dispatch.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Exceptions.h>
@@ -404,6 +405,7 @@ void replace_all(torch::Library& cpu) {
   replace<&at::cpu::addmm_outf, AddedMultiplyAdds>(cpu, "addmm.out");
   replace<&at::cpu::bmm, MultiplyAdds>(cpu, "bmm");
   replace<&at::cpu::bmm_outf, MultiplyAdds>(cpu, "bmm.out");
+  replace<&at::compositeexplicitautograd::_grouped_mm, MultiplyAdds>(cpu, "_grouped_mm");
   replace<&at::cpu::embedding_dense_backward>(cpu, "embedding_dense_backward");
   replace<static_cast<FusedStep*>(&at::cpu::_fused_adam_)>(cpu, "_fused_adam_");
   replace<static_cast<FusedStep*>(&at::cpu::_fused_adamw_)>(cpu, "_fused_adamw_");

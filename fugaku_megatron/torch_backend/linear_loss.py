@@ -5,7 +5,7 @@ n rows, h hidden size, v vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from ..host import kernels
 
 BLOCK_BYTES = 1 << 27  # of logits at a time
 FEW_ROWS = 16  # of logits whose entropy is computed together, in the caches
+TYPES = (torch.float32, torch.bfloat16)
 
 
 class Head(NamedTuple):
@@ -23,10 +24,6 @@ class Head(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
-
-    def to(self, dtype: torch.dtype) -> Head:
-        bias = None if self.bias is None else self.bias.to(dtype)
-        return Head(self.weight.to(dtype).contiguous(), bias)
 
 
 class Call(NamedTuple):
@@ -54,11 +51,15 @@ class _Block(NamedTuple):
     sum_exp: Tensor
     target: Tensor
 
-    def gradient(self, factors: Tensor) -> Tensor:
-        """Return the gradient of log-probabilities times factors, (n, v), which overwrites the logits."""
-        arguments = (self.logits, self.row_max, self.sum_exp, self.labels, 0, -factors, self.logits)
+    def gradient(self, dlogs: Tensor, dentropy: Tensor | None = None) -> Tensor:
+        """Return the gradient of the logits (n, v), which overwrites them."""
+        of_entropy: Tensor | float = 0.0
+        if dentropy is not None:
+            logs = self.logits - (self.row_max + self.sum_exp.log()).unsqueeze(1)
+            of_entropy = logs.exp() * (logs + self.entropy().unsqueeze(1)) * dentropy.unsqueeze(1)
+        arguments = (self.logits, self.row_max, self.sum_exp, self.labels, 0, -dlogs, self.logits)
         kernels.cross_entropy_backward(*arguments)
-        return self.logits
+        return self.logits if dentropy is None else self.logits.sub_(of_entropy)
 
     def entropy(self) -> Tensor:
         weighted = torch.empty_like(self.sum_exp)
@@ -77,97 +78,90 @@ class _Block(NamedTuple):
         return largest
 
 
-def _blocks(x: Tensor, head: Head, labels: Tensor) -> Iterator[_Block]:
-    """Compute the logits of x (n, h), block after block in the same memory."""
-    v = len(head.weight)
-    count = max(1, min(len(x), BLOCK_BYTES // (x.element_size() * v)))
-    memory = x.new_empty(count, v)
-    for first in range(0, len(x), count):
-        rows = slice(first, min(first + count, len(x)))
-        logits = memory[: rows.stop - first]
-        kernels.linear_forward(x[rows], head.weight, logits, head.bias)
-        statistics = torch.empty(3, len(logits)).unbind()
-        kernels.cross_entropy_forward(logits, labels[rows], *statistics)
-        yield _Block(rows, logits, labels[rows], *statistics)
+class _Product:
+    """Logits of x (n, h), and the gradients of x, weight (v, h) and bias (v,), each None if not needed."""
 
+    def __init__(self, x: Tensor, head: Head, call: Call, needs: Sequence[bool]) -> None:
+        self.x = (x * call.scale).to(call.dtype).contiguous()
+        self.weight = head.weight.to(call.dtype).contiguous()
+        self.bias = None if head.bias is None else head.bias.to(call.dtype)
+        dweight = torch.zeros(self.weight.shape) if needs[1] or needs[2] else None
+        dbias = torch.zeros(len(self.weight)) if needs[2] else None
+        self.gradients = [torch.empty_like(self.x) if needs[0] else None, dweight, dbias]
 
-class _Sums:
-    """Gradients of x (n, h), weight (v, h) and bias (v,), each None if not needed."""
+    def blocks(self, labels: Tensor) -> Iterator[_Block]:
+        """Compute the logits, block after block in the same memory."""
+        n = len(self.x)
+        v = len(self.weight)
+        count = max(1, min(n, BLOCK_BYTES // (self.x.element_size() * v)))
+        memory = self.x.new_empty(count, v)
+        for first in range(0, n, count):
+            rows = slice(first, min(first + count, n))
+            logits = memory[: rows.stop - first]
+            kernels.linear_forward(self.x[rows], self.weight, logits, self.bias)
+            statistics = torch.empty(3, len(logits)).unbind()
+            kernels.cross_entropy_forward(logits, labels[rows], *statistics)
+            yield _Block(rows, logits, labels[rows], *statistics)
 
-    def __init__(self, x: Tensor, head: Head, needs: tuple[bool, ...]) -> None:
-        trains = needs[1] or needs[2]
-        self.x = torch.empty_like(x) if needs[0] else None
-        self.weight = torch.zeros_like(head.weight, dtype=torch.float32) if trains else None
-        self.bias = torch.zeros(len(head.weight)) if needs[2] else None
-
-    def add(self, dlogits: Tensor, x: Tensor, rows: slice, head: Head) -> None:
-        if self.weight is not None:
-            kernels.linear_weight_gradient(dlogits, x[rows], self.weight, self.bias)
-        if self.x is not None:
-            kernels.linear_data_gradient(dlogits, head.weight, self.x[rows])
+    def add(self, dlogits: Tensor, rows: slice) -> None:
+        """Add the gradients of some rows of x from those of their logits (n, v)."""
+        dx, dweight, dbias = self.gradients
+        if dweight is not None:
+            kernels.linear_weight_gradient(dlogits, self.x[rows], dweight, dbias)
+        if dx is not None:
+            kernels.linear_data_gradient(dlogits, self.weight, dx[rows])
 
 
 class _RowLosses(torch.autograd.Function):
     @staticmethod
     def forward(
-        context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: Call
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: Call
     ) -> tuple[Tensor | None, ...]:
-        context.set_materialize_grads(False)
-        head = Head(weight, bias).to(call.dtype)
-        rows = (x * call.scale).to(call.dtype).contiguous()
+        ctx.set_materialize_grads(False)
         logs = torch.empty(len(x))
         entropy = torch.empty(len(x)) if "entropy" in call.names else None
         is_top1 = torch.empty(len(x), dtype=torch.bool) if "is_top1" in call.names else None
-        needs = context.needs_input_grad[:3]
-        # Gradients of x are linear in the rows' factors, and those of all if the factors are equal: backward recomputes nothing.
-        is_linear = needs[0] and not (needs[1] or needs[2])
-        at_once = _Sums(rows, head, needs if call.is_uniform or is_linear else (False,) * 3)
-        for block in _blocks(rows, head, labels):
+        needs = ctx.needs_input_grad[:3]
+        # Gradients of x are linear in the rows' factors, and all gradients if the factors are equal: backward recomputes nothing.
+        at_once = call.is_uniform or not (needs[1] or needs[2])
+        product = _Product(x, Head(weight, bias), call, needs if at_once else (False,) * 3)
+        for block in product.blocks(labels):
             logs[block.rows] = block.target - block.sum_exp.log()
             if is_top1 is not None:
                 is_top1[block.rows] = block.is_top1()
             if entropy is not None:
                 entropy[block.rows] = block.entropy()
-            if at_once.x is not None or at_once.weight is not None:
-                at_once.add(block.gradient(torch.ones_like(block.target)), rows, block.rows, head)
-        context.call = call
-        sums = (at_once.x, at_once.weight, at_once.bias)
-        context.save_for_backward(x, weight, bias, labels, *sums)
+            if at_once and any(needs):
+                product.add(block.gradient(torch.ones_like(block.target)), block.rows)
+        ctx.call = call
+        ctx.at_once = at_once
+        ctx.save_for_backward(x, weight, bias, labels, *product.gradients)
         return logs, entropy, is_top1
 
     @staticmethod
     @once_differentiable
     def backward(
-        context: Any, dlogs: Tensor | None, dentropy: Tensor | None, _: Tensor | None
+        ctx: Any, dlogs: Tensor | None, dentropy: Tensor | None, _: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        if dentropy is not None:
-            raise NotImplementedError(
-                "the entropy of an accelerated model has no gradient: call accelerate.restore(model)"
-            )
-        if dlogs is None:
-            return (None,) * 5
-        x, weight, bias, labels, *sums = context.saved_tensors
-        scale, dtype, *_ = context.call
-        by_row = dlogs.unsqueeze(1)
-        if sums[0] is None and sums[1] is None:
-            head = Head(weight, bias).to(dtype)
-            rows = (x * scale).to(dtype).contiguous()
-            made = _Sums(rows, head, context.needs_input_grad)
-            for block in _blocks(rows, head, labels):
-                made.add(block.gradient(dlogs[block.rows]), rows, block.rows, head)
-            sums = [made.x, made.weight, made.bias]
-            by_row = torch.ones(1, 1)
-        factors = (by_row * scale, by_row[0], by_row[0])
-        # A weight has the gradient of all rows, which are then equal.
+        x, weight, bias, labels, *made = ctx.saved_tensors
+        call = ctx.call
+        dlogs = torch.zeros(len(x)) if dlogs is None else dlogs
+        factors = dlogs.unsqueeze(1)
+        if dentropy is not None or not ctx.at_once:
+            product = _Product(x, Head(weight, bias), call, ctx.needs_input_grad)
+            for block in product.blocks(labels):
+                of_entropy = None if dentropy is None else dentropy[block.rows]
+                product.add(block.gradient(dlogs[block.rows], of_entropy), block.rows)
+            made = product.gradients
+            factors = torch.ones(1, 1)
+        # A weight has the gradient of all rows, whose factors are equal. There may be no row.
+        shared = factors[:1].sum()
+        all_factors = (factors * call.scale, shared, shared)
         results = [
             None if each is None else (each * factor).to(like.dtype)
-            for each, factor, like in zip(sums, factors, (x, weight, bias))
+            for each, factor, like in zip(made, all_factors, (x, weight, bias))
         ]
-        return (
-            *(each if needed else None for each, needed in zip(results, context.needs_input_grad)),
-            None,
-            None,
-        )
+        return *results, None, None
 
 
 def row_losses(x: Tensor, head: Head, labels: Tensor, call: Call) -> tuple[Tensor | None, ...]:
@@ -185,10 +179,6 @@ def cross_entropy(x: Tensor, head: Head, labels: Tensor, ignore_index: int, mean
     labels: int64 (n,); rows with ignore_index are left out
     """
     kept = labels != ignore_index
-    if not kept.all():
-        x = x[kept]
-        labels = labels[kept]
-    logs = row_losses(x, head, labels, Call(1.0, x.dtype, is_uniform=True))[0]
+    logs = row_losses(x[kept], head, labels[kept], Call(1.0, x.dtype, is_uniform=True))[0]
     assert logs is not None
-    total = -logs.sum()
-    return total / len(labels) if mean else total
+    return -logs.mean() if mean else -logs.sum()

@@ -1,6 +1,6 @@
 """Logits that are computed only if something reads them: a loss takes the output layer's input instead.
 
-An accelerated output layer returns `LazyLogits`. Conversions, views of rows and slices of them are lazy as well, and
+An accelerated output layer returns `LazyLogits`. Conversions and views of rows are lazy as well, and
 torch.nn.functional.cross_entropy computes the loss in blocks; every other function of torch gets the computed logits.
 """
 
@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
-from .kernel_operators import supports
-from .linear_loss import Head, cross_entropy
+from .linear_loss import TYPES, Head, cross_entropy
 
 # Answered by the tensor that stands for the logits.
 DESCRIPTIONS = {
@@ -44,8 +43,9 @@ class LazyLogits(Tensor):
         """Return the logits."""
         if self.known is None:
             with torch.enable_grad(), torch.autocast("cpu", enabled=False):
-                head = self.head.to(self.x.dtype)
-                self.known = F.linear(self.x, head.weight, head.bias).to(self.dtype)
+                weight = self.head.weight.to(self.x.dtype)
+                bias = None if self.head.bias is None else self.head.bias.to(self.x.dtype)
+                self.known = F.linear(self.x, weight, bias).to(self.dtype)
         return self.known
 
     @classmethod
@@ -79,15 +79,6 @@ def _view(logits: LazyLogits, *shape: Any) -> Any:
     return LazyLogits.of(logits.x.flatten(0, -2), logits.head, logits.dtype)
 
 
-def _slice(logits: LazyLogits, index: Any) -> Any:
-    """Take a slice of the rows, as a loss that shifts them does."""
-    *rows, last = index if isinstance(index, tuple) else (index, None)
-    slices = all(each is Ellipsis or isinstance(each, slice) for each in rows)
-    if last != slice(None) or not slices or (Ellipsis not in rows and len(rows) + 1 != logits.ndim):
-        return NotImplemented
-    return LazyLogits.of(logits.x[(*rows, last)], logits.head, logits.dtype)
-
-
 def _cross_entropy(logits: LazyLogits, target: Tensor, weight: Any = None, **options: Any) -> Any:
     defaults = {"size_average": None, "reduce": None, "label_smoothing": 0.0}
     ignore_index = options.pop("ignore_index", -100)
@@ -109,7 +100,6 @@ LAZY: dict[Any, Callable[..., Any]] = {
     Tensor.contiguous: lambda logits: logits,
     Tensor.view: _view,
     Tensor.reshape: _view,
-    Tensor.__getitem__: _slice,
     F.cross_entropy: _cross_entropy,
 }
 
@@ -119,6 +109,6 @@ def lazy_linear(self: Any, x: Tensor) -> Tensor:
     if torch.is_autocast_enabled("cpu"):
         x = x.to(torch.get_autocast_dtype("cpu"))
     records = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
-    if not records or torch.compiler.is_compiling() or not supports(x):
+    if not records or torch.compiler.is_compiling() or x.dtype not in TYPES:
         return F.linear(x, self.weight, self.bias)
     return LazyLogits.of(x, Head(self.weight, self.bias), x.dtype)

@@ -1,4 +1,4 @@
-"""Matrix products: mm, addmm and bmm, FP32 and BF16, in all transpositions."""
+"""Matrix products: mm, addmm, bmm and grouped products, FP32 and BF16, in all transpositions."""
 
 from __future__ import annotations
 
@@ -74,13 +74,49 @@ def bmm(a: Tensor, b: Tensor, out: Tensor | None = None) -> object:
         kernels.grouped_linear_weight_gradient(rows, factor, torch.full((groups,), k), total)
         return out if total is out else out.copy_(total)
     rows = a.reshape(groups * m, k)
-    counts = torch.full((groups,), m)
-    weight = b.transpose(1, 2)
-    product = out.view(groups * m, n)
-    if weight.is_contiguous():
-        kernels.grouped_linear_forward(_lines(rows), weight, counts, product)
-    else:
-        kernels.grouped_linear_data_gradient(_lines(rows), b.contiguous(), counts, product)
+    _write_groups(rows, b, torch.full((groups,), m), out.view(groups * m, n))
+    return out
+
+
+def grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor | None = None,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> object:
+    """Return the products of groups, in which the row or column numbers end that `offsets` lists.
+
+    a: (m, k), groups of rows, with b (groups, k, n): the product is (m, n)
+    a: (m, k), groups of columns, with b (k, n): the products are (groups, m, n)
+    """
+    known = offsets is not None and bias is None and dtype in (None, a.dtype)
+    if not known or a.dtype not in TYPES or b.dtype != a.dtype or a.dim() != 2 or b.dim() < 2:
+        return NotImplemented
+    ends = offsets.tolist()  # type: ignore[union-attr]
+    of_rows = b.dim() == 3
+    length = a.shape[0] if of_rows else a.shape[1]
+    fits = a.shape[1] == b.shape[-2] and (not of_rows or len(b) == len(ends))
+    if (
+        not fits
+        or not a.numel()
+        or not b.numel()
+        or sorted([0, *ends, length]) != [0, *ends, length]
+    ):
+        return NotImplemented
+    counts = torch.tensor([0, *ends]).diff()
+    if of_rows:
+        out = a.new_empty(len(a), b.shape[2])
+        _write_groups(a[: ends[-1]], b, counts, out[: ends[-1]])
+        return out
+    out = a.new_empty(len(ends), a.shape[0], b.shape[1])
+    for columns, rows, product in zip(
+        a[:, : ends[-1]].split(counts.tolist(), 1), b[: ends[-1]].split(counts.tolist()), out
+    ):
+        if len(rows):
+            _write_product(_lines(columns), _lines(rows), product)
+        else:
+            product.zero_()
     return out
 
 
@@ -123,6 +159,17 @@ def _has_lines(x: Tensor) -> bool:
 def _lines(x: Tensor) -> Tensor:
     """Return a matrix with contiguous rows or columns."""
     return x if _has_lines(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _write_groups(rows: Tensor, b: Tensor, counts: Tensor, out: Tensor) -> None:
+    """Write the products of groups of consecutive rows, of which there are `counts`, with b (groups, k, n)."""
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    weight = b.transpose(1, 2)
+    if weight.is_contiguous():
+        kernels.grouped_linear_forward(rows, weight, counts, out)
+    else:
+        kernels.grouped_linear_data_gradient(rows, b.contiguous(), counts, out)
 
 
 def _write_product(a: Tensor, b: Tensor, out: Tensor) -> None:

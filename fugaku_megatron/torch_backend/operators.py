@@ -46,6 +46,7 @@ OPERATORS = (
     Operator("addmm.out", matmul.addmm, _PRODUCT, _PRODUCT_WHY),
     Operator("bmm", matmul.bmm, _PRODUCT, _PRODUCT_WHY),
     Operator("bmm.out", matmul.bmm, _PRODUCT, _PRODUCT_WHY),
+    Operator("_grouped_mm", matmul.grouped_mm, _PRODUCT, _PRODUCT_WHY),
     Operator(
         "embedding_dense_backward",
         embedding.embedding_dense_backward,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -13,29 +13,24 @@ MODELS = "transformers.modeling_utils"
 
 
 class _AfterImport(MetaPathFinder):
-    """Calls a function once, after a module is imported."""
-
-    def __init__(self, module: str, function: Callable[[], None]) -> None:
-        self.module = module
-        self.function = function
+    """Registers the names once, after transformers' models are imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Find the module by the other finders."""
-        if fullname != self.module:
+        if fullname != MODELS:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
-        loader = None if spec is None else spec.loader
-        if loader is not None:
-            execute = loader.exec_module
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                self.function()
+                register()
 
-            loader.exec_module = exec_module  # type: ignore[method-assign]
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
@@ -52,4 +47,4 @@ def register_after_import() -> None:
     if MODELS in sys.modules:
         register()
     else:
-        sys.meta_path.insert(0, _AfterImport(MODELS, register))
+        sys.meta_path.insert(0, _AfterImport())

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernel_operators import supports
-from .linear_loss import Call, Head, row_losses
+from .linear_loss import TYPES, Call, Head, row_losses
 
 MODULE = "trl.trainer.utils"
 
@@ -26,7 +25,7 @@ class LogProbFunction:
         """Return log-probabilities, entropies, log-sums of squares, mean logits and first maxima; None if not asked for."""
         temperature, _, softcap, logit_scale, names = options
         others = {"log_sum_sq_probs", "mean_logits"} & set(names)
-        if softcap is not None or others or not supports(hidden):
+        if softcap is not None or others or hidden.dtype not in TYPES or not len(hidden):
             return self.original.apply(hidden, weight, bias, labels, *options)
         scale = logit_scale / temperature
         dtype = hidden.dtype

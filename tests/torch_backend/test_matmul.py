@@ -91,6 +91,27 @@ def test_addmm(b, shape, factors, dtype):
     compare(lambda: torch.addmm(added, other, right, **factors))
 
 
+@DTYPES
+@pytest.mark.parametrize("b", [rows, columns])
+@pytest.mark.parametrize("ends", [[7, 7, 40], [0, 24, 32]], ids=str)
+def test_grouped_mm(ends, b, dtype):
+    offsets = torch.tensor(ends, dtype=torch.int32)
+    inputs = [rows(40, 16).to(dtype), b(3, 16, 24).to(dtype)]
+
+    def call():
+        x, weight = (each.clone().requires_grad_() for each in inputs)
+        product = torch.nn.functional.grouped_mm(x, weight, offs=offsets)
+        # Rows after the last group are undefined.
+        loss = product[: ends[-1]].float().square().sum()
+        dx, dweight = torch.autograd.grad(loss, (x, weight))
+        return product.detach()[: ends[-1]], dx[: ends[-1]], dweight
+
+    served = call()
+    with torch_backend.enabled(False):
+        expected = call()
+    torch.testing.assert_close(served, expected, rtol=1.6e-2, atol=1e-1)
+
+
 @pytest.mark.parametrize("m, k, n", [(0, 3, 4), (3, 0, 4), (3, 4, 0), (1, 1, 1), (1, 5, 1)])
 def test_empty_and_single(m, k, n):
     compare(lambda: torch.mm(torch.ones(m, k), torch.ones(k, n)))
@@ -105,6 +126,8 @@ def test_other_calls_are_pytorchs():
     assert matmul.mm(a.double(), a.double()) is NotImplemented
     assert matmul.mm(a, a.bfloat16()) is NotImplemented
     assert matmul.mm(a, a, out=a) is NotImplemented
+    assert matmul.grouped_mm(a, a.expand(2, 8, 8)) is NotImplemented
+    assert matmul.grouped_mm(a, a.expand(2, 8, 8), torch.tensor([9, 9])) is NotImplemented
     assert matmul.addmm(a, a, a, 1, 1, a) is NotImplemented
     assert matmul.mm(a, a, out=torch.empty(1, 8).expand(8, 8)) is NotImplemented
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
