@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,123 +33,90 @@ TOLERANCE = {
 }  # of the largest difference, relative to the largest value
 
 
-class Numbers:
-    """Tensors with fixed values of any shape."""
+def operands(dtype: torch.dtype, z: Sizes) -> dict[str, Callable[[], Any]]:
+    """Return what builds each argument of kernels, or a tuple of consecutive ones, with fixed values."""
+    random = np.random.default_rng(1)
+    angles = torch.arange(z.rows * z.d // 2).view(z.rows, -1) / 100
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self._random = np.random.default_rng(1)
+    def single(*shape: int) -> Tensor:
+        return torch.from_numpy(random.standard_normal(shape, np.float32))
 
-    def normal(self, *shape: int) -> Tensor:
-        return self.single(*shape).to(self.dtype)
+    def normal(*shape: int) -> Tensor:
+        return single(*shape).to(dtype)
 
-    def single(self, *shape: int) -> Tensor:
-        return torch.from_numpy(self._random.standard_normal(shape, np.float32))
+    return {
+        "rows": lambda: normal(z.rows, 1, z.cols),
+        "columns": lambda: normal(z.cols),
+        "matrix": lambda: normal(z.rows, z.cols),
+        "pairs": lambda: normal(z.rows, 2, z.cols),
+        "elements": lambda: normal(z.rows * z.cols),
+        "heads": lambda: normal(z.rows, 1, 3 * z.heads, z.d),
+        "table": lambda: normal(z.words, z.cols),
+        "tokens": lambda: torch.from_numpy(random.integers(0, z.words, z.rows)),
+        "logits": lambda: single(z.rows, z.words),
+        "vector": lambda: single(z.rows * z.cols),
+        "squares": lambda: single(z.rows * z.cols).square(),
+        "input": lambda: normal(z.m, z.k),
+        "weight": lambda: normal(z.n, z.k),
+        "output": lambda: normal(z.m, z.n),
+        "qkv": lambda: normal(z.s, 1, 3 * z.heads * z.d),
+        "context": lambda: normal(z.s, 1, z.heads * z.d),
+        # Zeros: results, and sums that a kernel adds to.
+        "row_sums": lambda: torch.zeros(z.rows),
+        "column_sums": lambda: torch.zeros(z.cols),
+        "table_sums": lambda: torch.zeros(z.words, z.cols),
+        "logit_sums": lambda: torch.zeros(z.rows, z.words),
+        "weight_sums": lambda: torch.zeros(z.n, z.k),
+        "head_sums": lambda: torch.zeros(1, z.heads, z.s),
+        # Plausible values.
+        "rstd": lambda: torch.ones(z.rows),
+        "exp_sums": lambda: torch.full((z.rows,), 99.0),
+        "log_sums": lambda: torch.full((1, z.heads, z.s), 3.0),
+        "mean": lambda: torch.full((z.rows,), 1 / z.rows),
+        "cosines": lambda: angles.cos(),
+        "sines": lambda: angles.sin(),
+        "none": lambda: None,
+        "zero": lambda: 0,
+        "one": lambda: 1,
+        "eps": lambda: 1e-5,
+        "dropout": lambda: (0.1, 1, 2, 0),  # p, seed, stream, first sample
+        # Learning rate, beta1, beta2, eps, weight decay, step.
+        "adamw": lambda: (1e-3, 0.9, 0.95, 1e-8, 0.1, 3),
+    }
 
-    def below(self, limit: int, count: int) -> Tensor:
-        return torch.from_numpy(self._random.integers(0, limit, count))
 
-
-class Operand(NamedTuple):
-    """An argument of kernels, or a tuple of consecutive ones."""
-
-    build: Callable[[Numbers, Sizes], Any]
-
-
-def _angles(z: Sizes) -> Tensor:
-    return torch.arange(z.rows * z.d // 2).view(z.rows, -1) / 100
-
-
-ROWS = Operand(lambda numbers, z: numbers.normal(z.rows, 1, z.cols))
-COLUMNS = Operand(lambda numbers, z: numbers.normal(z.cols))
-MATRIX = Operand(lambda numbers, z: numbers.normal(z.rows, z.cols))
-PAIRS = Operand(lambda numbers, z: numbers.normal(z.rows, 2, z.cols))
-ELEMENTS = Operand(lambda numbers, z: numbers.normal(z.rows * z.cols))
-HEADS = Operand(lambda numbers, z: numbers.normal(z.rows, 1, 3 * z.heads, z.d))
-TABLE = Operand(lambda numbers, z: numbers.normal(z.words, z.cols))
-TOKENS = Operand(lambda numbers, z: numbers.below(z.words, z.rows))
-LOGITS = Operand(lambda numbers, z: numbers.single(z.rows, z.words))
-VECTOR = Operand(lambda numbers, z: numbers.single(z.rows * z.cols))
-SQUARES = Operand(lambda numbers, z: numbers.single(z.rows * z.cols).square())
-INPUT = Operand(lambda numbers, z: numbers.normal(z.m, z.k))
-WEIGHT = Operand(lambda numbers, z: numbers.normal(z.n, z.k))
-OUTPUT = Operand(lambda numbers, z: numbers.normal(z.m, z.n))
-QKV = Operand(lambda numbers, z: numbers.normal(z.s, 1, 3 * z.heads * z.d))
-CONTEXT = Operand(lambda numbers, z: numbers.normal(z.s, 1, z.heads * z.d))
-# Zeros: results, and sums that a kernel adds to.
-ROW_SUMS = Operand(lambda numbers, z: torch.zeros(z.rows))
-COLUMN_SUMS = Operand(lambda numbers, z: torch.zeros(z.cols))
-TABLE_SUMS = Operand(lambda numbers, z: torch.zeros(z.words, z.cols))
-LOGIT_SUMS = Operand(lambda numbers, z: torch.zeros(z.rows, z.words))
-WEIGHT_SUMS = Operand(lambda numbers, z: torch.zeros(z.n, z.k))
-HEAD_SUMS = Operand(lambda numbers, z: torch.zeros(1, z.heads, z.s))
-# Plausible values.
-RSTD = Operand(lambda numbers, z: torch.ones(z.rows))
-EXP_SUMS = Operand(lambda numbers, z: torch.full((z.rows,), 99.0))
-LOG_SUMS = Operand(lambda numbers, z: torch.full((1, z.heads, z.s), 3.0))
-MEAN = Operand(lambda numbers, z: torch.full((z.rows,), 1 / z.rows))
-COSINES = Operand(lambda numbers, z: _angles(z).cos())
-SINES = Operand(lambda numbers, z: _angles(z).sin())
-NONE = Operand(lambda numbers, z: None)
-ZERO = Operand(lambda numbers, z: 0)
-ONE = Operand(lambda numbers, z: 1)
-EPS = Operand(lambda numbers, z: 1e-5)
-DROPOUT = Operand(lambda numbers, z: (0.1, 1, 2, 0))  # p, seed, stream, first sample
-# Learning rate, beta1, beta2, eps, weight decay, step.
-ADAMW = Operand(lambda numbers, z: (1e-3, 0.9, 0.95, 1e-8, 0.1, 3))
-
-# kernel -> its arguments in order
-CASES: dict[str, tuple[Operand, ...]] = {
-    "layer_norm": (ROWS, COLUMNS, COLUMNS, ROWS, ROW_SUMS, ROW_SUMS, EPS),
-    "layer_norm_backward": (ROWS, ROWS, ROW_SUMS, RSTD, COLUMNS, ROWS, COLUMN_SUMS, COLUMN_SUMS),
-    "rms_norm": (ROWS, COLUMNS, ROWS, ROW_SUMS, EPS),
-    "rms_norm_backward": (ROWS, ROWS, RSTD, COLUMNS, ROWS, COLUMN_SUMS),
-    "bias_dropout_add": (ROWS, COLUMNS, ROWS, ROWS, DROPOUT),
-    "bias_dropout_add_layer_norm": (
-        ROWS,
-        COLUMNS,
-        ROWS,
-        ROWS,
-        COLUMNS,
-        COLUMNS,
-        ROWS,
-        ROW_SUMS,
-        ROW_SUMS,
-        EPS,
-        DROPOUT,
-    ),
-    "dropout": (ROWS, ROWS, DROPOUT),
-    "activate": (MATRIX, NONE, MATRIX),
-    "gate": (PAIRS, MATRIX),
-    "gate_backward": (MATRIX, PAIRS, PAIRS),
-    "embedding": (TOKENS, TABLE, MATRIX),
-    "embedding_backward": (TOKENS, MATRIX, TABLE_SUMS),
-    "rotary": (HEADS, COSINES, SINES, HEADS, ONE),
-    "cross_entropy_forward": (LOGITS, TOKENS, ROW_SUMS, ROW_SUMS, ROW_SUMS),
-    "cross_entropy_backward": (
-        LOGITS,
-        ROW_SUMS,
-        EXP_SUMS,
-        TOKENS,
-        ZERO,
-        MEAN,
-        LOGIT_SUMS,
-    ),
-    "adamw": (VECTOR, VECTOR, VECTOR, SQUARES, ADAMW),
-    "squared_norm": (ELEMENTS,),
-    "linear_forward": (INPUT, WEIGHT, OUTPUT),
-    "linear_data_gradient": (OUTPUT, WEIGHT, INPUT),
-    "linear_weight_gradient": (OUTPUT, INPUT, WEIGHT_SUMS),
-    "attention_forward": (QKV, CONTEXT, HEAD_SUMS),
-    "attention_backward": (QKV, CONTEXT, LOG_SUMS, CONTEXT, QKV),
+# kernel -> its operands in order
+CASES = {
+    "layer_norm": "rows columns columns rows row_sums row_sums eps",
+    "layer_norm_backward": "rows rows row_sums rstd columns rows column_sums column_sums",
+    "rms_norm": "rows columns rows row_sums eps",
+    "rms_norm_backward": "rows rows rstd columns rows column_sums",
+    "bias_dropout_add": "rows columns rows rows dropout",
+    "bias_dropout_add_layer_norm": "rows columns rows rows columns columns rows row_sums row_sums eps dropout",
+    "dropout": "rows rows dropout",
+    "activate": "matrix none matrix",
+    "gate": "pairs matrix",
+    "gate_backward": "matrix pairs pairs",
+    "embedding": "tokens table matrix",
+    "embedding_backward": "tokens matrix table_sums",
+    "rotary": "heads cosines sines heads one",
+    "cross_entropy_forward": "logits tokens row_sums row_sums row_sums",
+    "cross_entropy_backward": "logits row_sums exp_sums tokens zero mean logit_sums",
+    "adamw": "vector vector vector squares adamw",
+    "squared_norm": "elements",
+    "linear_forward": "input weight output",
+    "linear_data_gradient": "output weight input",
+    "linear_weight_gradient": "output input weight_sums",
+    "attention_forward": "qkv context head_sums",
+    "attention_backward": "qkv context log_sums context qkv",
 }
 
 
 def arguments(name: str, dtype: torch.dtype, sizes: Sizes) -> list[Any]:
-    numbers = Numbers(dtype)
+    build = operands(dtype, sizes)
     found: list[Any] = []
-    for operand in CASES[name]:
-        argument = operand.build(numbers, sizes)
+    for operand in CASES[name].split():
+        argument = build[operand]()
         found += argument if isinstance(argument, tuple) else [argument]
     return found
 
