@@ -24,8 +24,8 @@ import psutil
 
 from ..comm.agreement import describe, on_root
 from ..comm.base import Comm
-from ..text.written_files import make_folder
-from .manifest import Directory, write_text
+from ..text.written_files import make_folder, write_text
+from .manifest import Directory
 
 LOCK = ".lock"
 # seconds

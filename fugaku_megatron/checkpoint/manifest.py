@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..text.named_files import JsonObject, StrPath
-from ..text.written_files import new_file
+from ..text.written_files import write_text
 from . import schema
 from .schema import Entry, Manifest, crc32, verify_file
 
@@ -361,14 +361,6 @@ def iteration_path(directory: Path, iteration: int) -> Path:
 
 def join(iterations: list[int]) -> str:
     return ", ".join(map(str, iterations))
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a small file and wait for the disk."""
-    with open(path, "w", encoding="utf-8", opener=new_file) as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def fsync(path: Path) -> None:

@@ -21,22 +21,20 @@ import torch
 
 from ..comm.agreement import agree, on_root
 from ..comm.base import Comm
-from ..text.written_files import make_folder
+from ..text.written_files import make_folder, write_text
 from .load import Checkpoint
 from .manifest import (
     Description,
     Directory,
     Folders,
     entries,
-    fsync,
     iteration_name,
     list_iterations,
     read_head,
     unfinished_path,
     write_manifest,
-    write_text,
 )
-from .save import CheckLock, Steps, Written, run_steps, save_steps, write_shards
+from .save import CheckLock, Steps, Written, put_in_place, run_steps, save_steps, write_shards
 from .schema import Manifest
 from .shards import Shard
 from .tensor_files import copy_verified
@@ -111,7 +109,7 @@ def local_steps(
     outcome = yield partial(_write, aside, comm.rank, shards, description)
     written = agree(comm, outcome, prefix, _remedy)
     on_root(comm, check_lock)
-    agree(comm, partial(_publish, aside, own / iteration_name(iteration)), prefix, _remedy)
+    agree(comm, partial(put_in_place, aside, own / iteration_name(iteration)), prefix, _remedy)
     outcome = yield partial(_remove_others, own, iteration)
     agree(comm, outcome, prefix, _remedy)
     return written
@@ -127,13 +125,6 @@ def _write(aside: Path, rank: int, shards: list[Shard], description: Description
     written = write_shards(rank, shards, aside)
     write_manifest(aside, description, files=dict([written] if written else []))
     return written
-
-
-def _publish(aside: Path, final: Path) -> None:
-    if final.exists():  # of a run that was killed and goes through this iteration again
-        final.rename(final.with_name(final.name + ".old"))
-    aside.rename(final)
-    fsync(final.parent)
 
 
 def _remove_others(own: Path, iteration: int) -> None:

@@ -23,7 +23,7 @@ import torch
 
 from ..comm.agreement import agree, describe, on_root
 from ..comm.base import Comm
-from ..text.written_files import make_folder
+from ..text.written_files import make_folder, write_text
 from .manifest import (
     TRACKER,
     Description,
@@ -42,7 +42,6 @@ from .manifest import (
     unfinished_path,
     write_folder,
     write_manifest,
-    write_text,
 )
 from .schema import Entry
 from .shards import Shard, record_piece
@@ -264,15 +263,17 @@ def write_shards(rank: int, shards: list[Shard], folder: Path) -> Written:
     return path.name, {**entry, "shards": [shard.record() for shard in shards]}
 
 
+def put_in_place(aside: Path, final: Path) -> None:
+    """Rename a checkpoint to its final name, and one of an earlier run to .old, which readers use in between."""
+    if final.exists():
+        final.rename(final.with_name(final.name + ".old"))
+    aside.rename(final)
+    fsync(final.parent)
+
+
 def _publish(directory: Path, iteration: int, aside: Path, check_lock: CheckLock) -> None:
     check_lock()
-    final = directory / iteration_name(iteration)
-    if final.exists():
-        final.rename(
-            final.with_name(final.name + ".old")
-        )  # readers use this one until the next line
-    aside.rename(final)
-    fsync(directory)
+    put_in_place(aside, directory / iteration_name(iteration))
     tracker = directory / (TRACKER + ".tmp")
     check_lock()
     write_text(tracker, f"{iteration}\n")

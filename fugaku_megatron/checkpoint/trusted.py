@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .manifest import Directory, existing_iteration, join, list_iterations, read_head, write_text
+from ..text.written_files import write_text
+from .manifest import Directory, existing_iteration, join, list_iterations, read_head
 
 FAULT = "machine_fault.json"
 REPLICAS = "replicas"  # the field of a checkpoint's state

@@ -21,7 +21,7 @@ from .. import __version__
 from ..config.fields import check
 from ..text.named_files import JsonObject, read_text
 from ..text.numbers import rounded, say
-from ..text.written_files import new_file
+from ..text.written_files import write_text
 
 SHARES = {
     "host": 2,
@@ -106,10 +106,7 @@ def write_atomically(path: Path, text: str) -> None:
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.{next(WRITES)}")
     try:
-        with open(partial, "w", encoding="utf-8", opener=new_file) as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        write_text(partial, text)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -51,9 +51,11 @@ def check_link(path: StrPath) -> None:
 
 
 def write_text(path: StrPath, text: str) -> None:
-    """Write a new file with a name that the program chooses."""
+    """Write a new file with a name that the program chooses, and wait for the disk."""
     with open(path, "w", encoding="utf-8", opener=new_file) as file:
         file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def make_folder(folder: Path) -> None:

@@ -23,6 +23,7 @@ from fugaku_megatron.report import (
     training,
 )
 from fugaku_megatron.report.record import NAMES, Budget, without_names
+from fugaku_megatron.text import written_files
 from tests.checks.calibration import rank as calibrated_rank
 from tests.checks.reports import HEALTHY
 
@@ -81,7 +82,7 @@ def test_a_signal_that_writes_during_a_write_does_not_mix_two_texts(tmp_path, mo
         return file
 
     path = tmp_path / "r.json"
-    monkeypatch.setattr(record, "open", opened, raising=False)
+    monkeypatch.setattr(written_files, "open", opened, raising=False)
     with pytest.raises(SystemExit):
         record.write_atomically(path, "a long text of before")
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...checkpoint.manifest import RELEASE, TORCH_DIST_COMMON, TRACKER, write_text
+from ...checkpoint.manifest import RELEASE, TORCH_DIST_COMMON, TRACKER
 from ...config.fields import check
 from ...config.hybrid import parse_pattern
 from ...config.layer_kinds import MIXERS, LayerKind
@@ -30,6 +30,7 @@ from ...costs.sizes import round_up
 from ...nn.model import OUTPUT, VOCABULARY, WORD_EMBEDDINGS
 from ...nn.parameter import ParameterSpec
 from ...text.named_files import about
+from ...text.written_files import write_text
 from ..weights import (
     Weights,
     at_layer,

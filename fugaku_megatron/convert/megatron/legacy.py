@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...checkpoint.manifest import RELEASE, TRACKER, write_text
+from ...checkpoint.manifest import RELEASE, TRACKER
 from ...config.fields import check
 from ...config.layer_kinds import ATTENTION
 from ...config.model import ModelConfig
@@ -26,6 +26,7 @@ from ...config.rows import MLP_OF_EXPERTS
 from ...costs.sizes import round_up
 from ...nn.model import OUTPUT, VOCABULARY, WORD_EMBEDDINGS
 from ...nn.parameter import ParameterSpec
+from ...text.written_files import write_text
 from ..weights import Weights, at_layer, check_elements, check_rest, layer_of, specs, widest
 from .arguments import VERSION, arguments_of, by_name, checked_model, pattern_of
 from .dist import padded

@@ -30,9 +30,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ...checkpoint.manifest import TORCH_DIST, TORCH_DIST_COMMON, fsync, write_text
+from ...checkpoint.manifest import TORCH_DIST, TORCH_DIST_COMMON, fsync
 from ...checkpoint.shards import Box, range_boxes
 from ...config.fields import check
+from ...text.written_files import write_text
 from .pickles import (
     UNREADABLE,
     check_uncompressed,

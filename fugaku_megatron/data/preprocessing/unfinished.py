@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from ...text.numbers import say
-from ...text.written_files import make_own, new_file, no_link
+from ...text.written_files import make_own, new_file, no_link, write_text
 from ..indexed import IndexedDatasetWriter, writing
 from ..input.documents import Place
 from ..input.input_files import UNFINISHED
@@ -203,12 +203,8 @@ class Unfinished:
             for file in self._files:
                 file.sync()
             aside = self.folder / f"{JOURNAL}.new"
-            with open(aside, "w", encoding="utf-8", opener=new_file) as stream:
-                json.dump(
-                    {**asdict(self.journal), "inputs": self._checksum(self.journal.place)}, stream
-                )
-                stream.flush()
-                os.fsync(stream.fileno())
+            journal = {**asdict(self.journal), "inputs": self._checksum(self.journal.place)}
+            write_text(aside, json.dumps(journal))
             os.replace(aside, self.folder / JOURNAL)
         self._recorded = True
         self._due = time.monotonic() + JOURNAL_SECONDS
