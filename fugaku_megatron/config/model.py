@@ -692,6 +692,11 @@ class ModelConfig(ExpertFields, DeltaNetFields, CheckedFields):
         return any(kind.mixer == GATED_DELTA_NET for kind in self.layer_kinds)
 
     @cached_property
+    def attention_scale(self) -> float:
+        """Factor of the attention scores."""
+        return self.attention_multiplier or self.kv_channels**-0.5
+
+    @cached_property
     def norms_around(self) -> NormPosition:
         return NORM_PLACEMENTS[self.norm_placement]
 

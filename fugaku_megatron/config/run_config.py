@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import get_type_hints
 
 from ..pipeline.placement import Placement, placement_of
 from ..pipeline.schedule_names import SCHEDULES
@@ -42,8 +43,8 @@ class RunConfig:
     """All flags of a run, by group; construction checks rules between groups."""
 
     model: ModelConfig
-    batch: BatchConfig
     parallel: ParallelConfig = ONE_RANK
+    batch: BatchConfig
     optimizer: OptimizerConfig = OptimizerConfig()
     precision: PrecisionConfig = PrecisionConfig()
     training: TrainingConfig = TrainingConfig()
@@ -314,19 +315,7 @@ class RunConfig:
         )
 
 
-GROUPS: dict[str, type] = {
-    "model": ModelConfig,
-    "parallel": ParallelConfig,
-    "batch": BatchConfig,
-    "optimizer": OptimizerConfig,
-    "precision": PrecisionConfig,
-    "training": TrainingConfig,
-    "data": DataConfig,
-    "output": OutputConfig,
-    "system": SystemConfig,
-    "numbers": NumbersConfig,
-    "lora": LoraConfig,
-}
+GROUPS: dict[str, type] = get_type_hints(RunConfig)
 
 # A field -> its group in RunConfig.
 GROUP_OF = {field.name: group for group, config in GROUPS.items() for field in fields(config)}

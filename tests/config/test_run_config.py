@@ -12,7 +12,6 @@ from fugaku_megatron.config.precision import PrecisionConfig
 from fugaku_megatron.config.run_config import (
     GROUPS,
     ModelConfig,
-    RunConfig,
 )
 
 pytestmark = pytest.mark.unit
@@ -28,7 +27,6 @@ def test_every_field_has_help_and_a_type_the_command_line_can_read(name):
 
 
 def test_derived_values_and_groups():
-    assert set(GROUPS) == {f.name for f in fields(RunConfig)}
     names = [f.name for config in GROUPS.values() for f in fields(config)]
     assert len(names) == len(set(names)), "one command line takes one flag of a name"
     assert set(ARCHITECTURE) <= {f.name for f in fields(ModelConfig)}

@@ -54,7 +54,7 @@ class Kind:
     scaled: supports Llama 3's rope scaling
     only: values that llama.cpp assumes
     grouped: heads may share keys and values
-    numbers: keys of this row alone, and their values
+    numbers: keys of this row alone, and the model's values
     """
 
     name: str
@@ -62,7 +62,7 @@ class Kind:
     scaled: bool = False
     only: tuple[tuple[str, Any], ...] = ()
     grouped: bool = True
-    numbers: Mapping[str, Callable[[ModelConfig], object]] = field(default_factory=dict)
+    numbers: Mapping[str, str] = field(default_factory=dict)
 
 
 _NORMALIZED = (("moe_router_pre_softmax", False),)
@@ -76,10 +76,10 @@ KINDS = {  # by Hugging Face's model_type
         "granite",
         True,
         numbers={
-            "embedding_scale": lambda model: model.embedding_multiplier,
-            "residual_scale": lambda model: model.residual_multiplier,
-            "logit_scale": lambda model: model.logits_scaling,
-            "attention_scale": lambda model: model.attention_multiplier or model.kv_channels**-0.5,
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+            "attention_scale": "attention_scale",
         },
     ),
     "qwen2": Kind("qwen2"),
@@ -87,9 +87,7 @@ KINDS = {  # by Hugging Face's model_type
     "qwen2_moe": Kind("qwen2moe", only=_PLAIN),
     "qwen3_moe": Kind("qwen3moe", only=_NORMALIZED),
     "olmoe": Kind("olmoe", only=_PLAIN, grouped=False),
-    "stablelm": Kind(
-        "stablelm", numbers={"parallel_residual": lambda model: model.parallel_residual}
-    ),
+    "stablelm": Kind("stablelm", numbers={"parallel_residual": "parallel_residual"}),
 }
 
 
@@ -206,8 +204,8 @@ def _add_numbers(writer: Any, model: ModelConfig, row: Kind) -> None:
         writer.add_rope_dimension_count(int(head * model.rotary_percent))
         writer.add_key_length(head)
         writer.add_value_length(head)
-    for key, value in row.numbers.items():
-        getattr(writer, f"add_{key}")(value(model))
+    for key, name in row.numbers.items():
+        getattr(writer, f"add_{key}")(getattr(model, name))
     if model.num_experts:
         writer.add_expert_count(model.num_experts)
         writer.add_expert_used_count(model.moe_router_topk)

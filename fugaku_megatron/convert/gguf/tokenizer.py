@@ -162,7 +162,7 @@ def _of_library(folder: Path) -> GgufTokenizer:
         f"{where} is a {type(ours.library).__name__}, which is not one of the package tokenizers: pass --to-hf",
     )
     parts = json.loads(backend.to_str())
-    differences = _unknown_fields(folder, where)
+    differences = _unknown_fields(folder)
     model = parts["model"]
     kind = model.get("type")
     check(
@@ -419,7 +419,7 @@ def _added_differences(parts: JsonObject) -> list[str]:
     return [*found[:3], *overlaps([*groups[False], *groups[True]])]
 
 
-def _unknown_fields(folder: Path, where: str) -> list[str]:
+def _unknown_fields(folder: Path) -> list[str]:
     found = []
     if (folder / TOKENIZER_CONFIG).is_file():
         for name in read_json(folder / TOKENIZER_CONFIG):

@@ -264,6 +264,7 @@ _LARGER_EPSILON = Field("rms_norm_eps", "layernorm_epsilon", 1e-5)
 _UNTIED_HEAD = tied(False)
 _SILU = {"hidden_act": ("silu", "swish")}
 _NO_WINDOW = {"use_sliding_window": (False,)}
+_NO_BIAS = {"attention_bias": (False,)}
 _DECODER_BLOCK = {
     **_COMMON_BLOCK,
     "normalization": "RMSNorm",
@@ -334,7 +335,7 @@ def _decoder(
 LLAMA = _decoder(
     name="LlamaForCausalLM",
     model_type="llama",
-    only={"attention_bias": (False,), "mlp_bias": (False,)},
+    only={**_NO_BIAS, "mlp_bias": (False,)},
 )
 MISTRAL = _decoder(
     name="MistralForCausalLM",
@@ -355,7 +356,7 @@ QWEN3 = _decoder(
     model_type="qwen3",
     defaults={"num_key_value_heads": 32, "head_dim": 128},
     further_rules=(FULL_ATTENTION,),
-    only={**_NO_WINDOW, "attention_bias": (False,)},
+    only={**_NO_WINDOW, **_NO_BIAS},
     block={"qk_layernorm": True},
 )
 PHI3 = _decoder(
@@ -398,7 +399,7 @@ OLMO = _decoder(
     name="OlmoForCausalLM",
     model_type="olmo",
     fields=_SIZE_FIELDS,
-    only={"attention_bias": (False,), "clip_qkv": (None,)},
+    only={**_NO_BIAS, "clip_qkv": (None,)},
     block={"normalization": "PlainLayerNorm", "layernorm_epsilon": 1e-5},
 )
 GPT_NEOX = _decoder(
@@ -446,19 +447,19 @@ GRANITE = _decoder(
     name="GraniteForCausalLM",
     model_type="granite",
     further_rules=(MULTIPLIED,),
-    only={"attention_bias": (False,), "mlp_bias": (False,)},
+    only={**_NO_BIAS, "mlp_bias": (False,)},
 )
 _GEMMA_ONLY = {
     "hidden_act": (None, "gelu_pytorch_tanh"),
     "hidden_activation": ("gelu_pytorch_tanh",),
-    "attention_bias": (False,),
+    **_NO_BIAS,
     "use_bidirectional_attention": (None, False),
 }
 _GEMMA_BLOCK = {"apply_layernorm_1p": True, "swiglu": False, "geglu": True}
 
 
 def _fits_gemma(model: ModelConfig) -> bool:
-    multiplier = model.attention_multiplier or model.kv_channels**-0.5
+    multiplier = model.attention_scale
     return (
         model.embedding_multiplier == model.hidden_size**0.5
         and abs(query_scale(model) ** -0.5 - multiplier) < 1e-9 * multiplier
@@ -534,7 +535,7 @@ SMOLLM3 = _decoder(
     ),
     only={
         **_NO_WINDOW,
-        "attention_bias": (False,),
+        **_NO_BIAS,
         "mlp_bias": (False,),
         "pretraining_tp": (1, 2, None),  # transformers' class does not read it
     },
@@ -558,7 +559,7 @@ OLMO2 = _decoder(
     name="Olmo2ForCausalLM",
     model_type="olmo2",
     further_fields=(_LARGER_EPSILON,),
-    only={"attention_bias": (False,)},
+    only=_NO_BIAS,
     block={**_QK_NORM_ALL_HEADS, "norm_placement": "post"},
     places=_POST_PLACES,
     own_head_size=False,
@@ -569,7 +570,7 @@ OLMO3 = _decoder(
     further_fields=(_LARGER_EPSILON,),
     rope=rotary_by_layer(500000.0, 500000.0, name=None, every=4),
     further_rules=(windows_by_layer(4096, every=4),),
-    only={"attention_bias": (False,)},
+    only=_NO_BIAS,
     block={**_QK_NORM_ALL_HEADS, "norm_placement": "post"},
     places=_POST_PLACES,
     own_head_size=False,
@@ -643,7 +644,7 @@ COHERE2 = _decoder(
         windows_by_layer(4096, every=4),
         no_rope_in_full_layers(4096, every=4, without_windows=True),
     ),
-    only={"attention_bias": (False,)},
+    only=_NO_BIAS,
     block={
         "normalization": "LayerNormWithoutBias",
         "parallel_residual": True,
@@ -728,7 +729,7 @@ QWEN3_MOE = _decoder(
     further_fields=(_ROUTER_TOPK, _EXPERT_WIDTH),
     only={
         **_NO_WINDOW,
-        "attention_bias": (False,),
+        **_NO_BIAS,
         "shared_expert_intermediate_size": (None, 0),
         "use_qk_norm": (None, True),
     },
@@ -740,7 +741,7 @@ OLMOE = _decoder(
     places=_EXPERT_PLACES,
     further_rules=(EXPERTS,),
     further_fields=(_LARGER_EPSILON, _ROUTER_TOPK),
-    only={"attention_bias": (False,), "clip_qkv": (None,)},
+    only={**_NO_BIAS, "clip_qkv": (None,)},
     block={**_EXPERT_BLOCK, **_NO_SHARED, **_QK_NORM_ALL_HEADS, "moe_layer_freq": "1"},
     also=lambda model: model.moe_ffn_hidden_size == model.ffn_hidden_size,
     own_head_size=False,
@@ -857,7 +858,7 @@ QWEN3_NEXT = _decoder(
         _SHARED_EXPERT_WIDTH,
         *_DELTA_NET_FIELDS,
     ),
-    only={"attention_bias": (False,)},
+    only=_NO_BIAS,
     block={**_EXPERT_BLOCK, **_DELTA_NET_BLOCK, "moe_shared_expert_gate": True},
     places=_EXPERT_PLACES | _DELTA_NET_PLACES,
     predicts_more_tokens=True,
@@ -871,7 +872,7 @@ _QWEN3_5_PLACES = _DELTA_NET_PLACES | _places(
     },
 )
 _QWEN3_5_ONLY = {
-    "attention_bias": (False,),
+    **_NO_BIAS,
     "attn_output_gate": (True,),
     "output_gate_type": (None, "swish"),  # of a gated delta net's norm
 }
@@ -923,7 +924,7 @@ GRANITE_HYBRID = _decoder(
     further_fields=(Field("shared_intermediate_size", "ffn_hidden_size", 1024),),
     further_rules=(MULTIPLIED, ATTENTION_LAYERS),
     only={
-        "attention_bias": (False,),
+        **_NO_BIAS,
         "position_embedding_type": ("rope",),
         "num_local_experts": (0,),
         "normalization_function": ("rmsnorm",),
@@ -1012,7 +1013,7 @@ APERTUS = _decoder(
     ),
     only={
         "hidden_act": ("xielu",),
-        "attention_bias": (False,),
+        **_NO_BIAS,
         "mlp_bias": (False,),
         "post_norm": (False,),
         "qk_norm": (True,),

@@ -292,7 +292,26 @@ def open_peft(directory: str, weights: Weights, base: JsonObject) -> Weights:
         f"--from-peft {directory} is not a directory: pass one that holds {CONFIG} and {TENSORS}",
     )
     with about(f"--from-peft {directory}"):
-        return _open(path, weights, base)
+        config = read_json(path / CONFIG)
+        model = weights.model
+        check_config(config)
+        for name in ("lora_alpha", "lora_dropout"):
+            check(
+                _is_number(config.get(name, 0)),
+                f"{CONFIG}: {name} is {config.get(name)!r:.60}, not a number",
+            )
+        rslora = config.get("use_rslora")
+        check(
+            rslora is None or isinstance(rslora, bool),
+            f"{CONFIG}: use_rslora is {rslora!r:.60}, not true or false",
+        )
+        check((path / TENSORS).is_file(), f"{path / TENSORS} is missing")
+        files = TensorDirectory(path, header(path / TENSORS))
+        read = _Reader(config, files, weights)
+        adapters = Adapters(read.lora, model, read, base)
+        for ours in dict.fromkeys(row.ours for row in read.rows):
+            adapters.of(ours)  # raises before anything is written
+        return adapters.added_to(replace(weights, notes=(*weights.notes, *read.notes)))
 
 
 def check_config(config: JsonObject) -> None:
@@ -312,29 +331,6 @@ def check_config(config: JsonObject) -> None:
                 f"{CONFIG}: {name} is {value!r:.80}, with which the adapter is not plain LoRA: "
                 "merge it with peft (merge_and_unload), and pass --from-hf the merged model",
             )
-
-
-def _open(path: Path, weights: Weights, base: JsonObject) -> Weights:
-    config = read_json(path / CONFIG)
-    model = weights.model
-    check_config(config)
-    for name in ("lora_alpha", "lora_dropout"):
-        check(
-            _is_number(config.get(name, 0)),
-            f"{CONFIG}: {name} is {config.get(name)!r:.60}, not a number",
-        )
-    rslora = config.get("use_rslora")
-    check(
-        rslora is None or isinstance(rslora, bool),
-        f"{CONFIG}: use_rslora is {rslora!r:.60}, not true or false",
-    )
-    check((path / TENSORS).is_file(), f"{path / TENSORS} is missing")
-    files = TensorDirectory(path, header(path / TENSORS))
-    read = _Reader(config, files, weights)
-    adapters = Adapters(read.lora, model, read, base)
-    for ours in dict.fromkeys(row.ours for row in read.rows):
-        adapters.of(ours)  # raises before anything is written
-    return adapters.added_to(replace(weights, notes=(*weights.notes, *read.notes)))
 
 
 class _Reader:

@@ -51,6 +51,8 @@ SCALINGS: dict[str, dict[str, str]] = {
     },
 }
 
+_FIXED = ("default", "linear", "llama3", "yarn")  # frequencies that do not follow the length
+
 _LEFT_OUT = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
@@ -193,7 +195,7 @@ ROTARY = rotary()
 
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")  # positions of a text are equal in each section
 
-_QUARTER = rotary(0.25, ("default", "yarn", "linear", "llama3"))
+_QUARTER = rotary(0.25, _FIXED)
 
 
 def _read_rotary_of_text(config: JsonObject) -> JsonObject:
@@ -215,7 +217,7 @@ def _write_named_rope(model: ModelConfig) -> JsonObject:
 
 def named_rotary(scaled: JsonObject) -> Rule:
     """Convert rope of an architecture that is scaled if the file says nothing of rope. scaled: its rope_parameters then"""
-    plain = rotary(None, ("default", "linear", "llama3", "yarn"))
+    plain = rotary(None, _FIXED)
 
     def read(config: JsonObject) -> JsonObject:
         if not (config.get("rope_scaling") or config.get("rope_parameters")):
@@ -303,9 +305,7 @@ def rotary_by_layer(base: float, window_base: float, name: str | None, every: in
             )
         else:
             windowed = {"rope_theta": config.get(name, window_base)}
-        values = _read_rope(
-            {"rope_theta": base, **config}, None, ("default", "linear", "llama3", "yarn")
-        )
+        values = _read_rope({"rope_theta": base, **config}, None, _FIXED)
         others = sorted({*windowed} - {"rope_theta", "rope_type", "partial_rotary_factor"})
         kind = windowed.get("rope_type", "default")
         check(

@@ -260,7 +260,7 @@ QUERY_SCALE = Rule(
 
 
 def query_scale(model: ModelConfig) -> int:
-    return round((model.attention_multiplier or model.kv_channels**-0.5) ** -2)
+    return round(model.attention_scale**-2)
 
 
 def _read_glm_experts(config: JsonObject) -> JsonObject:
@@ -390,7 +390,7 @@ def _read_multipliers(config: JsonObject) -> JsonObject:
 MULTIPLIED = Rule(
     _read_multipliers,
     lambda model: {
-        "attention_multiplier": model.attention_multiplier or model.kv_channels**-0.5,
+        "attention_multiplier": model.attention_scale,
         **{name: getattr(model, name) for name in MULTIPLIERS},
     },
     _MULTIPLIED,
