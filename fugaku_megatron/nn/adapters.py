@@ -127,15 +127,15 @@ class Adapter(nn.Module):
         key = DropoutKey.of_segments(segments, context.seed, self.stream, forward_pass.first_sample)
         return p, key, first_column
 
-    def column(self, x: Tensor, y: Tensor, forward_pass: Pass) -> Tensor:
-        """Add a column-parallel layer's adapters to y (whole sequence, b, out / tp). x (s, b, in)"""
-        t = _down(self.ops, x, self.lora_a, self.dropout(x, forward_pass))
-        return self.up(y, self.context.whole_sequence(t))
+    def add(self, x: Tensor, y: Tensor, forward_pass: Pass) -> Tensor:
+        """Add the layer's adapters to y.
 
-    def row(self, x: Tensor, y: Tensor, forward_pass: Pass) -> Tensor:
-        """Add a row-parallel layer's adapters to y (s, b, out). x (whole sequence, b, in / tp)"""
+        column-parallel: x (s, b, in), y (whole sequence, b, out / tp)
+        row-parallel: x (whole sequence, b, in / tp), y (s, b, out)
+        """
         t = _down(self.ops, x, self.lora_a, self.dropout(x, forward_pass))
-        return self.up(y, self.context.out_of_matmul(t))
+        exchange = self.context.out_of_matmul if self.split else self.context.whole_sequence
+        return self.up(y, exchange(t))
 
     def merged(self, weight: Tensor) -> Tensor:
         return merged(weight, self.lora_a, self.lora_b, self.mask(), self.lora.scale)

@@ -84,7 +84,7 @@ class MLP(nn.Module):
         context = self.context
         weight1, bias1, *_ = weights.as_matrices()
         pre = context.ops.linear(context.into_matmul(x), weight1, bias1, context.sequence)
-        pre = pre if fc1.adapter is None else fc1.adapter.column(x, pre, forward_pass)
+        pre = pre if fc1.adapter is None else fc1.adapter.add(x, pre, forward_pass)
         out, t = activated_linear(
             context, weights.activation, pre, fc2.weight, fc2.adapter, forward_pass
         )

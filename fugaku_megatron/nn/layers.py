@@ -36,7 +36,7 @@ from .attention.rotary_angles import rotary_angles
 from .dropout_key import Dropout
 from .forward_context import Pass
 from .ops import DropoutKey, Ops
-from .ops.norm import LayerNormArguments, layer_norm_without_bias
+from .ops.norm import LayerNormArguments, torch_layer_norm
 from .parameter import ModelParameter, ParameterSpec, derived
 
 # Dropout sites of a layer. A mask's stream is layer * len(SITES) + site; the embedding is layer 0 and layers count from 1.
@@ -298,7 +298,7 @@ class ColumnParallelLinear(nn.Module):
         if context.blocks is not None:
             return context.ops.column_linear(x, self.weight, self.bias, context.blocks)
         y = context.ops.linear(context.into_matmul(x), self.weight, self.bias, context.sequence)
-        return y if self.adapter is None else self.adapter.column(x, y, forward_pass)
+        return y if self.adapter is None else self.adapter.add(x, y, forward_pass)
 
 
 class RowParallelLinear(nn.Module):
@@ -325,7 +325,7 @@ class RowParallelLinear(nn.Module):
         if context.blocks is not None:
             return context.ops.row_linear(x, self.weight, context.blocks)
         y = context.out_of_matmul(context.ops.linear(x, self.weight))
-        return y if self.adapter is None else self.adapter.row(x, y, forward_pass)
+        return y if self.adapter is None else self.adapter.add(x, y, forward_pass)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -457,7 +457,7 @@ class LayerNormWithoutBias(WeightedNorm):
     """Layer norm with scale (h) and no bias, by torch."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return layer_norm_without_bias(x, self.scale(), self.epsilon)
+        return torch_layer_norm(x, self.scale(), None, self.epsilon)
 
 
 class HeadNorm(nn.Module):

@@ -21,7 +21,7 @@ _NAMES = {1: "rms_norm", 2: "layer_norm"}
 def layer_norm(ops: Backend, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
     if ops.is_native("rowwise"):
         return _native_norm(ops.kernels, x, epsilon, weight, bias)
-    return _torch_layer_norm(x, weight, bias, epsilon)
+    return torch_layer_norm(x, weight, bias, epsilon)
 
 
 def rms_norm(ops: Backend, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -63,7 +63,9 @@ def _native_norm(kernels: Any, x: Tensor, epsilon: float, *parameters: Tensor) -
     return apply_saving(forward, backward, x, *parameters)
 
 
-def _torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
+def torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
+    """Return the layer norm of x (..., h) by torch, without bias if it is None."""
+
     def forward() -> tuple[Tensor, Saved]:
         y, mean, rstd = torch.native_layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
         return y, (x, mean, rstd)
@@ -80,10 +82,6 @@ def _torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: f
         return gradient
 
     return apply_saving(forward, backward, x, weight, bias)
-
-
-def layer_norm_without_bias(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    return _torch_layer_norm(x, weight, None, epsilon)
 
 
 def normalized(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
