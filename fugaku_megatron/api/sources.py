@@ -66,7 +66,7 @@ def find_in(
             None if begins else on_root(world, lambda: torch_dist_iteration(directory, ckpt_step))
         )
         if iteration is None:
-            return plan, _foreign(run, directory, known, world, ckpt_step=ckpt_step)
+            return plan, _foreign(run, directory, known, ckpt_step)
         output = replace(run.output, load=directory, ckpt_step=iteration)
         return _resumed(replace(plan, config=replace(run, output=output)), known, world)
     step = own[1]
@@ -98,9 +98,7 @@ def _resumed(plan: Plan, known: Sources, world: Comm) -> tuple[Plan, Sources]:
     return plan, replace(known, resume=resume, carried=carried)
 
 
-def _foreign(
-    run: RunConfig, directory: str, known: Sources, world: Comm, ckpt_step: int | None
-) -> Sources:
+def _foreign(run: RunConfig, directory: str, known: Sources, ckpt_step: int | None) -> Sources:
     with everywhere():
         weights = _open_foreign(run, directory, ckpt_step)
     if run.lora.on:

@@ -61,8 +61,8 @@ def score(
         done += len(numbers)
         if noun and loaded.groups.world.rank == 0:
             scored = min(done * dp.size, total)
-            left = progress.seconds / scored * (total - scored)
-            progress(f"{scored} of {total} {noun}, {left:.0f} s left")
+            remaining = progress.seconds / scored * (total - scored)
+            progress(f"{scored} of {total} {noun}, {remaining:.0f} s left")
     return loaded.groups.world.all_reduce(scores)
 
 
@@ -112,8 +112,8 @@ def _score_rows(loaded: LoadedModel, x: Tensor, rows: Tensor, labels: Tensor) ->
     vocabulary = loaded.vocab_size
     found = []
     at_once = max(1, LOGITS_BYTES // (4 * vocabulary))
-    for some, wanted in zip(rows.split(at_once), labels.split(at_once), strict=True):
-        logits = gather_from_tensor_parallel(loaded.logits(x[some]).contiguous(), loaded.groups.tp)
+    for block, wanted in zip(rows.split(at_once), labels.split(at_once), strict=True):
+        logits = gather_from_tensor_parallel(loaded.logits(x[block]).contiguous(), loaded.groups.tp)
         logits = logits[:, 0, :vocabulary].float()
         own = logits.gather(1, wanted[:, None])
         found.append(

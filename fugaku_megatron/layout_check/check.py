@@ -199,7 +199,7 @@ def check_layout(plan: Plan, world: Comm, build: Build, files: Files = NO_FILES)
         ),
         *report.lines,
         *(f"not checked, because the copy has none: {path}" for path in unchecked),
-        _result(report, small, seconds, files),
+        _result(report, seconds, files),
     ]
     shared: Report = world.broadcast_object(replace(report, lines=lines))
     return shared
@@ -228,7 +228,7 @@ def _check_files(files: Files) -> None:
         check_against(files.against)
 
 
-def _result(report: Report, small: Plan, seconds: float, files: Files) -> str:
+def _result(report: Report, seconds: float, files: Files) -> str:
     if report.problem is not None:
         return report.problem
     if report.first is not None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ...pipeline.instructions import RECEIVES, SENDS
+
 
 class SpanRow(NamedTuple):
     """A row in SPANS. goodput: True if Megatron-LM's accounting of useful time reads the span"""
@@ -39,12 +41,6 @@ SPANS = {
     FINALIZE: SpanRow("checkpoint"),
     EVALUATE: SpanRow("evaluate", goodput=False),
     f"{EVALUATE}.step": SpanRow("evaluate", goodput=False),
-    "megatron.microbatch.forward": SpanRow("microbatch", goodput=False),
-    "megatron.microbatch.backward": SpanRow("microbatch", goodput=False),
-    "megatron.p2p.recv_forward": SpanRow("communication", goodput=False),
-    "megatron.p2p.send_forward": SpanRow("communication", goodput=False),
-    "megatron.p2p.recv_backward": SpanRow("communication", goodput=False),
-    "megatron.p2p.send_backward": SpanRow("communication", goodput=False),
 }
 # Phase that the trainer marks -> its span.
 PHASE_SPANS = {
@@ -58,8 +54,9 @@ INSTRUCTION_SPANS = {
     "backward": "megatron.microbatch.backward",
     "backward_input": "megatron.microbatch.backward",
     "backward_weight": "megatron.microbatch.backward",
-    "recv_forward": "megatron.p2p.recv_forward",
-    "send_forward": "megatron.p2p.send_forward",
-    "recv_backward": "megatron.p2p.recv_backward",
-    "send_backward": "megatron.p2p.send_backward",
+    **{name: f"megatron.p2p.{name}" for name in (*RECEIVES, *SENDS)},
+}
+SPANS |= {
+    span: SpanRow("communication" if ".p2p." in span else "microbatch", goodput=False)
+    for span in INSTRUCTION_SPANS.values()
 }
