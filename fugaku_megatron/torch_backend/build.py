@@ -1,7 +1,7 @@
 """The dispatch library: compiled from dispatch.cc for the installed torch, which has no stable C++ ABI.
 
-A library's name has the hash of its source, torch and Python. It is looked for next to this file and in the user's
-cache, compiled into the first of the two folders that can be written, and takes half a minute once.
+A library's name has the hashes of its source and of torch, and Python's version. It is looked for next to this file and in
+the user's cache, compiled into the first of the two folders that can be written, and takes half a minute once.
 """
 
 from __future__ import annotations
@@ -73,15 +73,29 @@ def library() -> Path:
     with _locked(path.parent):
         if not path.exists():
             _compile(path)
+            _delete_stale()
     return path
 
 
 def file_name() -> str:
     """Return the name of the library for this source, torch and Python."""
-    suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
-    parts = (SOURCE.read_bytes(), torch.__version__, torch.version.git_version, suffix, FLAGS)
-    key = hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
-    return f"_dispatch_{key}{suffix}"
+    torch_key = _key(torch.__version__, torch.version.git_version)
+    return f"{_source_name()}_{torch_key}{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
+def _source_name() -> str:
+    return f"_dispatch_{_key(SOURCE.read_bytes(), FLAGS)}"
+
+
+def _key(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+
+
+def _delete_stale() -> None:
+    """Delete the libraries of other sources next to this file."""
+    for path in HERE.glob("_dispatch_*.so"):
+        if not path.name.startswith(_source_name()):
+            path.unlink(missing_ok=True)
 
 
 def _cache() -> Path:

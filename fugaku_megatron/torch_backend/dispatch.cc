@@ -509,6 +509,14 @@ py::list counts() {
 }  // namespace
 }  // namespace fm
 
+// A library that is compiled with newer ones loads with glibc 2.28 and GCC 8's libstdc++ (manylinux_2_28), too.
+extern "C" {
+char __libc_single_threaded = 0;  // libstdc++ then counts references atomically
+}
+#if defined(_GLIBCXX_RELEASE) && _GLIBCXX_RELEASE >= 11
+template std::string std::basic_stringbuf<char>::str() const&;
+#endif
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace py::literals;
   module.def("install", &fm::install);

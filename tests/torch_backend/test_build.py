@@ -52,6 +52,16 @@ def test_source_torch_and_python_name_it(empty, monkeypatch):
     assert len(names) == 3
 
 
+def test_a_build_deletes_the_libraries_of_older_sources(empty, monkeypatch):
+    """Those of another torch stay: checkouts serve several environments."""
+    build.library()
+    build.SOURCE.write_text("int two() { return 2; }\n")
+    kept = {build.library()}
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    kept.add(build.library())
+    assert set(empty.iterdir()) == kept
+
+
 @pytest.mark.parametrize(
     "variables, words",
     [
