@@ -26,7 +26,7 @@ FAULTS_SEED ?= 1
 MPIEXEC ?= $(if $(filter system,$(MPI)),mpiexec,$(BIN)/mpiexec)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernels train check test test-full test-targets test-slow test-openmpi test-torch test-torch-full wheels sdist docs site faults faults-short lint format wheel wheel-test setup-test bench rendered clean
+.PHONY: help setup kernels train check test test-full test-targets test-slow test-openmpi test-torch test-torch-full wheels hub-kernel sdist docs site faults faults-short lint format wheel wheel-test setup-test bench rendered clean
 
 help:
 	@echo "make train   set up, then train a small GPT on the standard library's text with $(TRAIN_RANKS) MPI ranks (under 10 minutes;"
@@ -49,6 +49,7 @@ help:
 	@echo "make lint    ruff, clang-format and mypy; make format lays out every file"
 	@echo "make wheel   build the wheel into dist/, as pip does in an environment of its own"
 	@echo "make wheels  build the wheels for x86-64 and aarch64 (manylinux_2_28) into dist/; needs make arm-env"
+	@echo "make hub-kernel  make wheels, then a folder that the kernels library of Hugging Face loads, in dist/kernel/"
 	@echo "make sdist   write the archive of the sources, and the recipes of EasyBuild and Spack with its checksum, into dist/release/"
 	@echo "make wheel-test  pip install . in an empty environment, then train with nothing else (some minutes)"
 	@echo "make setup-test  fresh clones that train after MPI=system failed, and with Debian's Open MPI and MPICH (10 minutes)"
@@ -129,9 +130,14 @@ $(STAMPS)/test-packages: $(STAMPS)/packages requirements-test.txt
 	$(INSTALL) -r requirements-test.txt
 	@touch $@
 
-# Benchmarks against trl, and the lm-eval harness.
-$(STAMPS)/slow-packages: $(STAMPS)/test-packages requirements-trl.txt requirements-lm-eval.txt
-	$(INSTALL) --constraint requirements.txt -r requirements-trl.txt -r requirements-lm-eval.txt
+# A program of docs/pytorch.md, and benchmarks against trl.
+$(STAMPS)/trl-packages: $(STAMPS)/test-packages requirements-trl.txt
+	$(INSTALL) --constraint requirements.txt -r requirements-trl.txt
+	@touch $@
+
+# The lm-eval harness.
+$(STAMPS)/slow-packages: $(STAMPS)/trl-packages requirements-lm-eval.txt
+	$(INSTALL) --constraint requirements.txt -r requirements-lm-eval.txt
 	@touch $@
 
 $(STAMPS)/docs-packages: $(STAMPS)/venv requirements-docs.txt
@@ -216,7 +222,7 @@ test-torch test-torch-full: setup $(STAMPS)/kernels $(STAMPS)/test-packages
 	    PYTHONPATH=$$folder PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q --best-target $(TORCH_TESTS) || exit 1; \
 	done
 
-docs: setup $(STAMPS)/test-packages
+docs: setup $(STAMPS)/trl-packages
 	$(PYTEST) --durations=12 -m docs tests/docs/test_docs_commands.py
 
 # --strict makes a broken link an error, but not with --quiet. The variable silences an announcement of the theme's makers.
@@ -229,7 +235,7 @@ faults-short: setup $(STAMPS)/test-packages
 faults: setup $(STAMPS)/test-packages
 	$(BIN)/python -m tests.campaigns.faults --count $(FAULTS) --seed $(FAULTS_SEED) --json faults.json --resume --workers 3 --write
 
-wheel: $(STAMPS)/venv
+wheel: setup
 	$(PIP) wheel --no-deps --wheel-dir dist .
 
 sdist: $(STAMPS)/build-packages
@@ -237,8 +243,11 @@ sdist: $(STAMPS)/build-packages
 	@$(BIN)/python setup.py --quiet sdist --dist-dir dist/release
 	@$(BIN)/python -m tools.release_recipes dist/release/*.tar.gz
 
-wheels: arm-env $(STAMPS)/kernels
+wheels: setup arm-ext
 	$(BIN)/python -m tools.wheels
+
+hub-kernel: wheels
+	$(BIN)/python -m tools.hub_kernel
 
 wheel-test: $(STAMPS)/test-packages
 	$(BIN)/python -m pytest -q -m slow tests/packaging/test_wheel.py

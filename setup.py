@@ -431,13 +431,26 @@ def stamp_of(command: list[str], obj: Path) -> str:
     return "\n".join([*command, *digests])
 
 
+def extension_suffix() -> str:
+    """Return the end of an extension's file name: this Python, and the machine that the compiler builds for."""
+    machine = Compiler(ROOT / "build").machine
+    return str(sysconfig.get_config_var("EXT_SUFFIX")).replace(platform.machine(), machine)
+
+
 class BuildModules(build_py):
-    """Copy of the package in an empty folder: what an earlier build left there, a module removed since, is no part of a wheel."""
+    """Copy of the package in an empty folder: what an earlier build left there, a module removed since, is no part of a wheel.
+
+    Neither is a dispatch library of torch_backend/build.py for another machine or Python.
+    """
 
     def run(self) -> None:
-        if not self.editable_mode:
-            shutil.rmtree(self.build_lib, ignore_errors=True)
+        if self.editable_mode:
+            return super().run()
+        shutil.rmtree(self.build_lib, ignore_errors=True)
         super().run()
+        for library in Path(self.build_lib).rglob("_dispatch_*.so"):
+            if not library.name.endswith(extension_suffix()):
+                library.unlink()
 
 
 class BuildKernels(build_ext):
@@ -445,8 +458,7 @@ class BuildKernels(build_ext):
 
     def get_ext_filename(self, fullname: str) -> str:
         """Return the name for this Python, with the machine that the compiler builds for."""
-        machine = Compiler(ROOT / "build").machine
-        return super().get_ext_filename(fullname).replace(platform.machine(), machine)
+        return fullname.replace(".", os.sep) + extension_suffix()
 
     def build_extension(self, ext: Extension) -> None:
         """Compile what has changed in parallel and link. SystemExit when the compiler fails."""

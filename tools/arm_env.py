@@ -1,7 +1,7 @@
 """Makes .arm/: an A64FX to test on, on any x86-64 Debian 12: cross compiler, emulator, ARM Python with torch, Open MPI.
 
     make arm-env                           (or: python -m tools.arm_env; a second call finds everything and ends at once)
-    make arm-ext                           (or: python -m tools.arm_env extension; also cross-builds the kernels for it)
+    make arm-ext                           (or: python -m tools.arm_env extension; also cross-builds the C++ libraries for it)
     .arm/python -c "import torch"          ARM Python under qemu-user, which refuses what an A64FX lacks
     QEMU_CPU=max .arm/python ...           another CPU
 
@@ -272,10 +272,20 @@ def extension_environment() -> dict[str, str]:
 
 
 def build_extension() -> int:
-    """Build fugaku_megatron/_kernels.*-aarch64-linux-gnu.so by the cross compiler, next to this machine's own."""
+    """Build the kernels and the dispatch library for ARM by the cross compiler, next to this machine's own."""
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    built = subprocess.run(command, cwd=ROOT, env={**os.environ, **extension_environment()})
+    return built.returncode or build_dispatch_library()
+
+
+def build_dispatch_library() -> int:
+    """Let emulated Python compile the library for its torch. Its compiler is this machine's cross compiler."""
+    compiler = f"{CXX} -idirafter {ARM / 'sysroot' / 'usr' / 'include'}"
+    program = "from fugaku_megatron.torch_backend import build; build.library()"
     return subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **extension_environment()}
+        [str(ARM / "python"), "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "CXX": compiler, "PYTHONPATH": str(ROOT)},
     ).returncode
 
 
@@ -330,7 +340,7 @@ def main() -> int:
         prog="arm_env", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "part", nargs="?", choices=("extension",), help="also cross-build the kernels"
+        "part", nargs="?", choices=("extension",), help="also cross-build the C++ libraries"
     )
     part = parser.parse_args().part
     ARM.mkdir(exist_ok=True)

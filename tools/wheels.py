@@ -2,8 +2,9 @@
 
     make wheels
 
-The wheel of the other machine type is made by the cross compiler of `make arm-env`. The extension links nothing of torch, and
-kernels_sve/extension/old_libraries.cc has what glibc 2.28 lacks; a symbol that is newer all the same is an error.
+The wheel of the other machine type is made by the cross compiler of `make arm-env`. The kernels link nothing of torch. A wheel
+also has the dispatch library for the torch of requirements.txt, so that this torch needs no compiler. Both kinds of library have what
+glibc 2.28 lacks; a symbol that is newer all the same is an error.
 """
 
 from __future__ import annotations
@@ -48,9 +49,14 @@ def build(machine: str, variables: dict[str, str], folder: Path) -> Path:
     subprocess.run([*pip, *options], check=True, env={**os.environ, **variables})
     (wheel,) = folder.glob("*.whl")
     archive = zipfile.ZipFile(wheel)
-    (extension,) = (name for name in archive.namelist() if name.endswith(".so"))
-    if newer := newer_symbols(Path(archive.extract(extension, folder))):
-        raise SystemExit(f"wheels: {extension} needs {', '.join(newer)}, newer than {PLATFORM}")
+    libraries = [name for name in archive.namelist() if name.endswith(".so")]
+    if len(libraries) != 2:
+        raise SystemExit(
+            f"wheels: expected the kernels and one dispatch library for {machine}, got {libraries}: run make wheels"
+        )
+    for library in libraries:
+        if newer := newer_symbols(Path(archive.extract(library, folder))):
+            raise SystemExit(f"wheels: {library} needs {', '.join(newer)}, newer than {PLATFORM}")
     tag = ["tags", "--remove", "--platform-tag", f"{PLATFORM}_{machine}", str(wheel)]
     done = subprocess.run(
         [sys.executable, "-m", "wheel", *tag], check=True, capture_output=True, text=True

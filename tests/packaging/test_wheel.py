@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from fugaku_megatron.torch_backend import build
 from tests.checks.once import once
 from tools import other_torch, wheels
 
@@ -47,17 +48,6 @@ def run(command: list[str | Path], folder: Path, **options) -> subprocess.Comple
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """Built once for all workers, by this environment's packages and from objects that are there already."""
-
-    def build(folder: Path) -> None:
-        options = ["--no-build-isolation", "--no-deps", "--wheel-dir", folder]
-        run([*PIP, "wheel", *options, ROOT], folder)
-
-    return next(once(tmp_path_factory, "wheel", build).glob("fugaku_megatron-*.whl"))
 
 
 @pytest.fixture(scope="module")
@@ -89,23 +79,28 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel):
     if tracked.returncode:
         pytest.skip("not a git checkout: what belongs to the package is not known")
     files = {name for name in tracked.stdout.split() if (ROOT / name).exists()}
-    extension = {name for name in names(wheel) if name.endswith(".so")}
-    assert names(wheel) - extension == files
-    assert [Path(name).name for name in extension] == [
-        f"_kernels{sysconfig.get_config_var('EXT_SUFFIX')}"
-    ]
+    assert names(wheel) - libraries(wheel) == files
+    kernels = f"fugaku_megatron/_kernels{sysconfig.get_config_var('EXT_SUFFIX')}"
+    dispatch = f"fugaku_megatron/torch_backend/{build.file_name()}"
+    assert libraries(wheel) == {kernels, dispatch}
+
+
+def libraries(wheel: Path) -> set[str]:
+    return {name for name in names(wheel) if name.endswith(".so")}
 
 
 @pytest.fixture
-def extension(wheel, tmp_path) -> Path:
+def extensions(wheel, tmp_path) -> list[Path]:
+    """The kernels and the dispatch library."""
     if shutil.which("readelf") is None:
         pytest.skip("readelf is not installed")
-    name = next(name for name in names(wheel) if name.endswith(".so"))
-    return Path(zipfile.ZipFile(wheel).extract(name, tmp_path))
+    archive = zipfile.ZipFile(wheel)
+    return [Path(archive.extract(name, tmp_path)) for name in sorted(libraries(wheel))]
 
 
-def test_the_extension_needs_the_systems_libraries_alone(extension):
+def test_the_kernels_need_the_systems_libraries_alone(extensions):
     """None of torch, whose files and symbols differ between versions, and no OpenMP runtime beside torch's."""
+    extension = extensions[0]
     dynamic = run(["readelf", "--dynamic", "--wide", extension], extension.parent).stdout
     libraries = {name.split(".so")[0] for name in re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)}
     loader = {f"ld-linux-{platform.machine().replace('_', '-')}"}
@@ -113,8 +108,35 @@ def test_the_extension_needs_the_systems_libraries_alone(extension):
     assert "RPATH" not in dynamic and "RUNPATH" not in dynamic
 
 
-def test_the_extension_loads_with_the_libraries_of_manylinux_2_28(extension):
-    assert wheels.newer_symbols(extension) == []
+def test_the_extensions_load_with_the_libraries_of_manylinux_2_28(extensions):
+    assert [wheels.newer_symbols(extension) for extension in extensions] == [[], []]
+
+
+PLAIN_TORCH = """
+import sys
+
+class NotInstalled:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("mpi4py", "psutil", "regex", "transformers", "trl", "peft", "accelerate", "datasets"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, NotInstalled())
+import torch
+import fugaku_megatron.torch_backend
+
+assert "site-packages/fugaku_megatron" in fugaku_megatron.torch_backend.__file__
+a = torch.full((256, 256), 2.0)
+print((a @ a)[0, 0].item())
+"""
+
+
+def test_torch_alone_runs_on_the_kernels_without_a_compiler(bin_folder, tmp_path, monkeypatch):
+    """Neither MPI nor transformers, and the library for this torch is in the wheel."""
+    monkeypatch.setenv("CXX", "no-compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    printed = run([bin_folder / "python", "-c", PLAIN_TORCH], tmp_path).stdout
+    assert printed == "1024.0\n"
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.full
