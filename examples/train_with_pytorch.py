@@ -39,24 +39,30 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Two blocks between an embedding of bytes and a head."""
+    """Two blocks between an embedding of bytes and positions, and a head with the weight of the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(256, WIDTH)
-        self.blocks = nn.Sequential(Block(), Block())
-        self.head = nn.Linear(WIDTH, 256)
+        self.positions = nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.Sequential(Block(), Block(), nn.LayerNorm(WIDTH))
+        self.head = nn.Linear(WIDTH, 256, bias=False)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the loss of the next bytes. tokens (b, s + 1)"""
-        logits = self.head(self.blocks(self.embedding(tokens[:, :-1])))
+        x = self.embedding(tokens[:, :-1]) + self.positions.weight
+        logits = self.head(self.blocks(x))
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def main() -> None:
-    """Train 20 iterations and print the losses."""
+    """Train and print the losses."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", default="gloo")
+    parser.add_argument("--batch-size", type=int, default=8, help="of each rank")
+    parser.add_argument("--iterations", type=int, default=20)
     options = parser.parse_args()
     torch.manual_seed(0)
     model: nn.Module = GPT()
@@ -64,18 +70,19 @@ def main() -> None:
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group(options.backend)
         model = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     text = torch.tensor(list(Path(__file__).read_bytes()))
     torch.manual_seed(rank)
-    for iteration in range(20):
-        starts = torch.randint(len(text) - LENGTH - 1, (8,))
+    for iteration in range(options.iterations):
+        starts = torch.randint(len(text) - LENGTH - 1, (options.batch_size,))
         tokens = torch.stack([text[start : start + LENGTH + 1] for start in starts])
         loss = model(tokens)
         optimizer.zero_grad()
         loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if rank == 0:
-            print(f"iteration {iteration}: loss {loss.item():.4f}")
+            print(f"iteration {iteration}: loss {loss.item():.6f}")
     if "WORLD_SIZE" in os.environ:
         dist.destroy_process_group()
 
