@@ -24,6 +24,7 @@ import fugaku_megatron
 from benchmarks import __main__ as benchmarks
 from fugaku_megatron.cli import program
 from fugaku_megatron.cli.parser import Parser
+from fugaku_megatron.torch_backend import __main__ as backend
 from tests.docs.doc_commands import (
     CHANGES,
     DOCUMENTS,
@@ -42,6 +43,12 @@ pytestmark = pytest.mark.system
 SYSTEM = set(
     "module source export cd git apt-get dnf sudo docker apptainer rattler-build eb pjsub squeue curl ls mkdir cp pip cat "
     "echo nproc lscpu srun python3 tee spack g++ make".split()
+)
+THEIR_OWN_FLAGS = (
+    "-m venv",
+    "-m fugaku_megatron.inference.lm_eval",
+    "-m trl.scripts.dpo",
+    "train.py",
 )
 DOCUMENTS_WITH_COMMANDS = [document for document in DOCUMENTS if any(commands(document))]
 ENVIRONMENT = {
@@ -75,6 +82,9 @@ def check_python(words: list[str]) -> None:
         "tools/preprocess_data.py": ["preprocess"],
         "-m fugaku_megatron": [],
     }
+    if words[:2] == ["-m", "fugaku_megatron.torch_backend"]:
+        options = backend._parser().parse_args(words[2:])
+        words = ["-m", *options.module] if options.module else options.program
     length = 2 if words[0] == "-m" else 1
     name = " ".join(words[:length])
     rest = words[length:]
@@ -91,7 +101,7 @@ def check_python(words: list[str]) -> None:
         assert (ROOT / name).is_file(), name
     elif name.startswith("-m tools."):
         assert (ROOT / (name.removeprefix("-m ").replace(".", "/") + ".py")).is_file(), name
-    elif name not in ("-m venv", "-m fugaku_megatron.inference.lm_eval"):  # their own flags
+    elif name not in THEIR_OWN_FLAGS:
         parse([*stands_for[name], *rest])
 
 
@@ -131,7 +141,7 @@ def test_programs_and_flags_exist(document):
 def test_documents_have_commands_and_every_change_is_in_use():
     pages = (
         "chat clusters data evaluation fugaku install library measuring megatron models monitoring "
-        "performance-model reliability report tables training"
+        "performance-model pytorch reliability report tables training"
     )
     names = {f"docs/{page}.md" for page in pages.split()}
     assert set(DOCUMENTS_WITH_COMMANDS) == {"README.md", *names}
@@ -148,8 +158,8 @@ def git(*words: str, **options) -> list[str]:
 
 def copy_checkout(folder: Path) -> None:
     """Make a clone as after `make setup`: tracked files, built kernels, and this environment as its .venv."""
-    kernels = (ROOT / "fugaku_megatron").glob("_kernels*.so")
-    for name in [*filter(None, git("ls-files")), *(path.relative_to(ROOT) for path in kernels)]:
+    libraries = (ROOT / "fugaku_megatron").rglob("*.so")
+    for name in [*filter(None, git("ls-files")), *(path.relative_to(ROOT) for path in libraries)]:
         if (ROOT / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
@@ -264,7 +274,7 @@ def test_examples_run(example, launcher, tmp_path):
     assert not [*tmp_path.iterdir()], "it leaves nothing"
 
 
-PYTHON_DOCUMENTS = ("README.md", "docs/library.md", "docs/extending.md")
+PYTHON_DOCUMENTS = ("README.md", "docs/library.md", "docs/extending.md", "docs/pytorch.md")
 
 
 def apply_changes(folder: Path, *flags: str) -> None:
