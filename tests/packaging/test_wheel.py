@@ -189,7 +189,8 @@ def site_with(tmp_path):
 
 def would_install(python: Path, wheel: Path) -> subprocess.CompletedProcess:
     """Return pip's report on installing the wheel, without an index of packages and this machine's settings of pip."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    left_out = ("PIP_", "PYTHONPATH")  # a checkout there would be an installed package
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(left_out)}
     environment["PIP_CONFIG_FILE"] = os.devnull
     options = ["install", "--no-index", "--dry-run", "--report", "-", wheel]
     command = [*PIP, "--python", python, *options]
