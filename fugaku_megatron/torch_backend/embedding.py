@@ -26,9 +26,11 @@ def embedding_dense_backward(
         return NotImplemented
     if grad_output.numel() == 0 or num_weights == 0:
         return NotImplemented
-    tokens = indices.long().contiguous()
-    if padding_idx >= 0:
-        tokens = torch.where(tokens == padding_idx, num_weights, tokens)  # a row outside is skipped
-    gradient = torch.zeros(num_weights, grad_output.shape[-1], dtype=torch.float32)
-    kernels.embedding_backward(tokens, grad_output.contiguous(), gradient)
-    return gradient.to(grad_output.dtype)
+    rows, places = indices.long().unique(return_inverse=True)
+    # A table of FP32 sums of all rows would be twice as large as a BF16 gradient.
+    sums = torch.zeros(len(rows), grad_output.shape[-1])
+    kernels.embedding_backward(places, grad_output.contiguous(), sums)
+    gradient = grad_output.new_zeros(num_weights, grad_output.shape[-1])
+    used = rows != padding_idx
+    gradient[rows[used]] = sums[used].to(grad_output.dtype)
+    return gradient
