@@ -268,14 +268,29 @@ struct AttentionMultiplyAdds {
 struct ComposedElements {
   static constexpr int64_t NEVER = -1;
   template <typename... Rest>
-  static int64_t of(const Tensor& x, const Rest&...) {
+  static int64_t of(const Tensor& x, const Rest&... rest) {
+    const bool plain = is_plain(x) && (is_plain(rest) && ...);
+    return plain && !traced() ? Elements::of(x) : NEVER;
+  }
+
+ private:
+  static bool traced() {
     using c10::DispatchKey;
-    const bool transformed =
-        c10::impl::tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerBackMode) ||
-        c10::impl::tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerFrontMode);
-    const bool traced =
-        x.key_set().has_any(c10::python_ks) || c10::impl::TorchDispatchModeTLS::any_modes_set();
-    return transformed || traced || x._fw_grad(0).defined() ? NEVER : Elements::of(x);
+    for (const auto key : {DispatchKey::FuncTorchDynamicLayerBackMode,
+                           DispatchKey::FuncTorchDynamicLayerFrontMode, DispatchKey::Tracer}) {
+      if (c10::impl::tls_is_dispatch_key_included(key)) return true;
+    }
+    return c10::impl::TorchDispatchModeTLS::any_modes_set();
+  }
+  static bool is_plain(const Tensor& x) {
+    if (!x.defined()) return true;
+    const bool wrapped = x.key_set().has_any(c10::python_ks) || x.is_neg() || x._is_zerotensor();
+    return !wrapped && !x._fw_grad(0).defined();
+  }
+  static bool is_plain(const std::optional<Tensor>& x) { return !x || is_plain(*x); }
+  template <typename T>
+  static bool is_plain(const T&) {
+    return true;
   }
 };
 

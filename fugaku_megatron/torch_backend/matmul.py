@@ -34,11 +34,11 @@ def addmm(
     """Return beta added + a (m, k) b (k, n). added: anything that broadcasts to (m, n)."""
     if alpha != 1 or not _can_multiply(a, b, rank=2):
         return NotImplemented
-    if beta == 0:
-        return mm(a, b, out)
     shape = (a.shape[0], b.shape[1])
     if added.dtype != a.dtype or not _broadcasts(added, shape):
         return NotImplemented
+    if beta == 0:
+        return mm(a, b, out)
     if out is None:
         out = a.new_empty(shape)
     elif not _can_write(out, a, b, added):
@@ -62,6 +62,9 @@ def bmm(a: Tensor, b: Tensor, out: Tensor | None = None) -> object:
         out = a.new_empty(groups, m, n)
     elif not (out.is_contiguous() and _can_write(out, a, b)):
         return NotImplemented
+    if groups == 1:
+        _write_product(_lines(a[0]), _lines(b[0]), out[0])
+        return out
     columns = a.transpose(1, 2)
     if columns.is_contiguous() and not a.is_contiguous():
         rows = columns.reshape(groups * k, m)

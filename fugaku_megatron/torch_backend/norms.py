@@ -18,12 +18,12 @@ def layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, epsilon: float
 ) -> object:
     """Return the layer norm of x (..., *shape), the mean and the reciprocal standard deviation (..., 1)."""
-    if not _is_supported(x, shape, weight, bias):
+    if not (epsilon >= 0 and _is_supported(x, shape, weight, bias)):
         return NotImplemented
     rows = _rows(x, shape)
     columns = rows.shape[1]
-    scale = rows.new_ones(columns) if weight is None else weight.reshape(-1)
-    shift = rows.new_zeros(columns) if bias is None else bias.reshape(-1)
+    scale = rows.new_ones(columns) if weight is None else _columns(weight)
+    shift = rows.new_zeros(columns) if bias is None else _columns(bias)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     mean, rstd = rows.new_empty(2, len(rows), dtype=torch.float32)
     kernels.layer_norm(rows, scale, shift, y.view(rows.shape), mean, rstd, epsilon)
@@ -45,7 +45,7 @@ def layer_norm_backward(
         return NotImplemented
     rows = _rows(x, shape)
     columns = rows.shape[1]
-    scale = rows.new_ones(columns) if weight is None else weight.reshape(-1)
+    scale = rows.new_ones(columns) if weight is None else _columns(weight)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     sums = torch.zeros(2, columns)
     kernels.layer_norm_backward(
@@ -69,11 +69,11 @@ def rms_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None = None, epsilon: float | None = None
 ) -> object:
     """Return x / sqrt(mean(x^2) + epsilon) * weight over the last dimensions, for x (..., *shape)."""
-    if not _is_supported(x, shape, weight):
-        return NotImplemented
-    scale = x.new_ones(tuple(shape)) if weight is None else weight
     if epsilon is None:
         epsilon = torch.finfo(torch.float32).eps
+    if not (epsilon >= 0 and _is_supported(x, shape, weight)):
+        return NotImplemented
+    scale = x.new_ones(tuple(shape)) if weight is None else weight
     return _RmsNorm.apply(x, scale, epsilon)  # type: ignore[no-untyped-call]
 
 
@@ -83,7 +83,7 @@ class _RmsNorm(torch.autograd.Function):
         rows = _rows(x, weight.shape)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         rstd = rows.new_empty(len(rows), dtype=torch.float32)
-        kernels.rms_norm(rows, weight.reshape(-1), y.view(rows.shape), rstd, epsilon)
+        kernels.rms_norm(rows, _columns(weight), y.view(rows.shape), rstd, epsilon)
         ctx.save_for_backward(x, weight, rstd)
         ctx.epsilon = epsilon
         return y
@@ -91,27 +91,36 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
-        dy = gradients[0]
-        if torch.is_grad_enabled():
-            return *_differentiable_gradients(x, weight, ctx.epsilon, dy), None
+        dy = gradients[0].resolve_neg()
+        if torch.is_grad_enabled() or _is_batch(dy):
+            return *_composed_gradients(x, weight, ctx.epsilon, dy), None
         rows = _rows(x, weight.shape)
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         dweight = torch.zeros(rows.shape[1])
         kernels.rms_norm_backward(
-            _rows(dy, weight.shape), rows, rstd, weight.reshape(-1), dx.view(rows.shape), dweight
+            _rows(dy, weight.shape), rows, rstd, _columns(weight), dx.view(rows.shape), dweight
         )
         return dx, dweight.view(weight.shape).to(x.dtype), None
 
 
-def _differentiable_gradients(
+def _is_batch(x: Tensor) -> bool:
+    """Return True for a tensor of vmap, which has no memory of its own."""
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(x) or functorch.is_legacy_batchedtensor(x)
+
+
+def _composed_gradients(
     x: Tensor, weight: Tensor, epsilon: float, dy: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x and weight by operators of torch, for a second derivative."""
-    wide = x.float()
-    squares = wide.square().mean(tuple(range(-weight.dim(), 0)), keepdim=True)
-    y = wide * torch.rsqrt(squares + epsilon) * weight
+    """Return the gradients of x and weight by operators of torch, for a second derivative or a batch of dy."""
     inputs = [each for each in (x, weight) if each.requires_grad]
-    found = iter(torch.autograd.grad(y.to(x.dtype), inputs, dy, create_graph=True))
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        wide = x.float()
+        squares = wide.square().mean(tuple(range(-weight.dim(), 0)), keepdim=True)
+        y = wide * torch.rsqrt(squares + epsilon) * weight
+        gradients = torch.autograd.grad(y.to(x.dtype), inputs, dy, create_graph=create_graph)
+    found = iter(gradients)
     return tuple(next(found) if each.requires_grad else None for each in (x, weight))
 
 
@@ -126,6 +135,11 @@ def _is_supported(x: Tensor, shape: Sequence[int], *parameters: Tensor | None) -
         and x.shape[-len(sizes) :] == sizes
         and all(each.dtype == x.dtype and each.shape == sizes for each in given)
     )
+
+
+def _columns(parameter: Tensor) -> Tensor:
+    """Return a parameter as a contiguous vector."""
+    return parameter.contiguous().view(-1)
 
 
 def _rows(x: Tensor, shape: Sequence[int]) -> Tensor:
