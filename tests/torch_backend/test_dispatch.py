@@ -247,6 +247,6 @@ def test_workers_of_a_data_loader(start):
     """Both kinds of workers compute; a spawned one serves if the data set's module imports the backend."""
     with torch_backend.enabled(kernels="native"):
         matrix() @ matrix()
-        loader = DataLoader(Products(), num_workers=1, multiprocessing_context=start)
+        loader = DataLoader(Products(), num_workers=2, multiprocessing_context=start)
         values = [value.item() for value, _ in loader]
     assert values == [0.0, float(SIDE)]

@@ -37,9 +37,9 @@ def script(folder, text):
 
 
 def test_a_program_sees_its_own_name_arguments_and_folder(tmp_path):
-    """Also its multiprocessing: a spawned child imports the script as __main__."""
+    """Also its multiprocessing, where a spawned child imports the script as __main__, and its own import of the backend."""
     text = (
-        "import multiprocessing, neighbour\n"
+        "import multiprocessing, neighbour, fugaku_megatron.torch_backend\n"
         "def double(x):\n    return 2 * x\n"
         'if __name__ == "__main__":\n'
         "    print(__file__, sys.argv, neighbour.name)\n"
@@ -97,6 +97,15 @@ def test_a_process_without_a_library_ends_in_one_line(tmp_path):
     assert "no-compiler is missing: install g++" in shown
 
 
+def test_an_old_torch_is_one_line(tmp_path):
+    old = 'import torch\ntorch.__version__ = "2.8.0+cpu"\n'
+    (tmp_path / "sitecustomize.py").write_text(old)
+    path = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    _, shown = run(*COMMAND, "train.py", cwd=tmp_path, expected=1, **path)
+    assert len(shown.splitlines()) == 1
+    assert "torch 2.8.0+cpu is too old" in shown
+
+
 def test_an_unknown_target_is_one_line(tmp_path):
     variables = {"FUGAKU_MEGATRON_TARGET": "sse9"}
     _, shown = run(*COMMAND, "train.py", cwd=tmp_path, expected=1, **variables)
@@ -127,18 +136,41 @@ def test_a_fork_after_a_team_of_threads_names_the_remedy(tmp_path):
     assert out == PRODUCT + "child 512.0\n"
 
 
-def test_another_openmp_runtime_is_no_obstacle(tmp_path):
-    """A library with a runtime of its own is loaded before torch."""
-    compiled = tmp_path / "other.so"
-    source = tmp_path / "other.cc"
+def gnu_runtime(folder):
+    """Compile a library with a team function and the compiler's OpenMP runtime, which is not torch's."""
+    source = folder / "other.cc"
     source.write_text(
         'extern "C" int team() { int n = 0;\n#pragma omp parallel reduction(+ : n)\n  ++n;\n  return n; }\n'
     )
+    compiled = folder / "other.so"
     command = ["g++", "-fopenmp", "-shared", "-fPIC", str(source), "-o", str(compiled)]
     subprocess.run(command, check=True)
-    text = 'import ctypes\nassert ctypes.CDLL("./other.so").team() == 2\n'
+    return f'import ctypes\nassert ctypes.CDLL("{compiled}").team() == 2\n'
+
+
+def llvm_runtime(folder):
+    """Start a team of the runtime of clang and of Intel's compilers, by the function that their code calls."""
+    names = ("libiomp5.so", "libomp.so", "libomp.so.5")
+    folders = (Path(sys.prefix) / "lib", Path("/usr/lib"), *Path("/usr/lib").glob("llvm-*/lib"))
+    found = [each / name for each in folders for name in names if (each / name).exists()]
+    if not found:
+        pytest.skip("no libiomp5 or libomp here: pip install intel-openmp")
+    return (
+        "import ctypes\n"
+        f'runtime = ctypes.CDLL("{found[0]}", ctypes.RTLD_GLOBAL)\n'
+        "count = []\n"
+        "outlined = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(lambda *_: count.append(1))\n"
+        "runtime.__kmpc_fork_call(None, 0, outlined)\n"
+        "assert len(count) == 2\n"
+    )
+
+
+@pytest.mark.parametrize("runtime", [gnu_runtime, llvm_runtime])
+def test_another_openmp_runtime_is_no_obstacle(tmp_path, runtime):
+    """It computes with two threads before torch is loaded and after our kernels did."""
+    text = runtime(tmp_path)
     program = tmp_path / "train.py"
-    program.write_text(f"{text}import fugaku_megatron.torch_backend\n{SHAPE}")
+    program.write_text(f"{text}import fugaku_megatron.torch_backend\n{SHAPE}a @ a\n{text}a @ a\n")
     threads = {"OMP_NUM_THREADS": "2"}
     assert run(sys.executable, "train.py", cwd=tmp_path, **threads)[0] == PRODUCT
 
