@@ -1,7 +1,7 @@
 """Run an unchanged PyTorch program on the kernels:
 
-python -m fugaku_megatron.torch_backend [--report] [--kernels auto|native] train.py ARGS
-python -m fugaku_megatron.torch_backend [--report] [--kernels auto|native] -m module ARGS
+python -m fugaku_megatron.torch_backend [--report] [--kernels auto|native] [--allocator tuned|stock] train.py ARGS
+python -m fugaku_megatron.torch_backend [--report] [--kernels auto|native] [--allocator tuned|stock] -m module ARGS
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from types import TracebackType
 
+from ..host import allocator
 from ..text.named_files import unreadable
 from ..text.numbers import say
 from . import build, use
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not options.module and not os.path.exists(program[0]):
         parser.error(f"no file {program[0]}: pass the path of a script, or -m and a module")
     use(options.kernels)
+    allocator.tune(options.allocator)
     if options.report:
         build.load().count(True)
         atexit.register(_print_report)
@@ -54,6 +56,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=("auto", "native"),
         default="auto",
         help="auto: for each shape the faster of both; native: the same bits in every run",
+    )
+    parser.add_argument(
+        "--allocator",
+        choices=("tuned", "stock"),
+        default="tuned",
+        help="tuned: large tensors keep their memory when they are freed; stock: as without this program",
     )
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, help="module to run, and its arguments"

@@ -1,13 +1,18 @@
-"""Steps of torch.optim.AdamW(fused=True) and Adam(fused=True), FP32."""
+"""Steps of torch.optim.AdamW and Adam, FP32: the fused operators, also for the loop of small ones that is the CPU's default."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import adam as torch_adam
 
 from ..host import kernels
+from . import build
 
 
 class Step(NamedTuple):
@@ -59,6 +64,30 @@ def adam(*arguments: object) -> object:
     if weight_decay:
         return NotImplemented
     return adamw(*arguments)  # type: ignore[arg-type]
+
+
+def fuse_default_step() -> None:
+    """Replace the default step of torch.optim.Adam and AdamW, which has the fused step's arguments."""
+    default = torch_adam._single_tensor_adam
+
+    @functools.wraps(default)
+    def step(params: list[Tensor], *states: list[Tensor], **options: object) -> None:
+        chosen = torch_adam._fused_adam if _can_fuse(params, *states, **options) else default
+        chosen(params, *states, **options)  # type: ignore[arg-type]
+
+    torch_adam._single_tensor_adam = step  # type: ignore[assignment]
+
+
+def _can_fuse(*tensors: list[Tensor], **options: object) -> bool:
+    """Return True for FP32 tensors of the CPU and numbers as options, outside a compiled function."""
+    if torch.compiler.is_compiling() or build.load().in_use() == "torch":
+        return False
+    if options["capturable"] or options["differentiable"] or isinstance(options["lr"], Tensor):
+        return False
+    return all(
+        type(each) in (Tensor, Parameter) and each.dtype == torch.float32 and each.is_cpu
+        for each in itertools.chain(*tensors)
+    )
 
 
 def _is_served(step: Step) -> bool:

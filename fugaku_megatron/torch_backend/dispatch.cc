@@ -7,6 +7,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/ops/_grouped_mm_compositeexplicitautograd_dispatch.h>
+#include <ATen/ops/cross_entropy_loss_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/rms_norm_compositeimplicitautograd_dispatch.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Exceptions.h>
@@ -430,15 +431,16 @@ void replace_all(torch::Library& cpu) {
       cpu, "_scaled_dot_product_flash_attention_for_cpu_backward");
   replace<&at::cpu::native_layer_norm>(cpu, "native_layer_norm");
   replace<&at::cpu::native_layer_norm_backward>(cpu, "native_layer_norm_backward");
-  replace<&at::compositeimplicitautograd::rms_norm_symint, ComposedElements>(cpu, "rms_norm");
   replace<&at::cpu::gelu>(cpu, "gelu");
   replace<&at::cpu::gelu_outf>(cpu, "gelu.out");
   replace<&at::cpu::gelu_>(cpu, "gelu_");
 }
 
 // Operators without a derivative of their own; `serve` adds one.
-void replace_composed(torch::Library& autograd) {
-  replace<&at::compositeimplicitautograd::rms_norm_symint, ComposedElements>(autograd, "rms_norm");
+void replace_composed(torch::Library& library) {
+  using namespace at::compositeimplicitautograd;
+  replace<&rms_norm_symint, ComposedElements>(library, "rms_norm");
+  replace<&cross_entropy_loss_symint, ComposedElements>(library, "cross_entropy_loss");
 }
 
 // Drops the warning that a kernel of the same operator is replaced.
@@ -456,7 +458,9 @@ bool install() {
   const auto library = [](c10::DispatchKey key) -> torch::Library& {
     return *new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
   };
-  replace_all(library(c10::DispatchKey::CPU));
+  torch::Library& cpu = library(c10::DispatchKey::CPU);
+  replace_all(cpu);
+  replace_composed(cpu);
   replace_composed(library(c10::DispatchKey::AutogradCPU));
   return true;
 }

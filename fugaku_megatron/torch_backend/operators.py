@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from . import activations, adamw, attention, embedding, matmul, norms
+from . import activations, adamw, attention, embedding, losses, matmul, norms
 from .build import Dispatch
 
 
@@ -38,6 +38,8 @@ _LAYER_NORM_WHY = (
 )
 _ELEMENTS = 1 << 15
 _ELEMENTS_WHY = "PyTorch takes as long as the kernels with the call of Python, 20 to 40 us"
+_LOSS = 1 << 20
+_LOSS_WHY = "the small operators around the kernels take 150 us"
 
 OPERATORS = (
     Operator("mm", matmul.mm, _PRODUCT, _PRODUCT_WHY),
@@ -73,15 +75,17 @@ OPERATORS = (
     Operator("gelu", activations.gelu, _ELEMENTS, _ELEMENTS_WHY),
     Operator("gelu.out", activations.gelu, _ELEMENTS, _ELEMENTS_WHY),
     Operator("gelu_", activations.gelu_in_place, _ELEMENTS, _ELEMENTS_WHY),
+    Operator("cross_entropy_loss", losses.cross_entropy, _LOSS, _LOSS_WHY),
 )
 
 
 def install(dispatch: Dispatch) -> bool:
-    """Register every operator; return False if a process imports the package for the second time."""
+    """Register every operator and the default step of Adam; return False if a process imports the package for the second time."""
     if not dispatch.install():
         return False
     for row in OPERATORS:
         dispatch.set(row.name, row.serve, row.smallest)
+    adamw.fuse_default_step()
     return True
 
 

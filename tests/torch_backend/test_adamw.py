@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.optim import adam as torch_adam
 
 from fugaku_megatron import torch_backend
 from fugaku_megatron.torch_backend import build, operators
@@ -24,7 +25,7 @@ def trained(
     params = [
         torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes
     ]
-    steps = optimizer(params, lr=1e-2, fused=True, **options)
+    steps = optimizer(params, **{"lr": 1e-2, "fused": True, **options})
     for _ in range(5):
         for each in params:
             each.grad = torch.randn(each.shape, generator=generator).to(dtype)
@@ -43,6 +44,30 @@ def test_fused_step(
         expected = trained(optimizer, dtype, **options)
     with torch_backend.enabled(kernels="native"), operators.smallest(build.load(), 0):
         values = trained(optimizer, dtype, **options)
+    for value, reference in zip(values, expected, strict=True):
+        torch.testing.assert_close(value, reference)
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"amsgrad": True}])
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW])
+def test_default_step(
+    optimizer: type[torch.optim.Adam], options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default step is fused in FP32, on the CPU, with a number as the learning rate."""
+    calls = []
+    fused = torch_adam._fused_adam
+    monkeypatch.setattr(
+        torch_adam, "_fused_adam", lambda *a, **k: (calls.append(1), fused(*a, **k))
+    )
+    with torch_backend.enabled(False):
+        expected = trained(optimizer, torch.float32, fused=None, **options)
+    assert not calls
+    with torch_backend.enabled(kernels="native"), operators.smallest(build.load(), 0):
+        values = trained(optimizer, torch.float32, fused=None, **options)
+        assert len(calls) == 5
+        trained(optimizer, torch.bfloat16, fused=None, **options)
+        trained(optimizer, torch.float32, fused=None, lr=torch.tensor(1e-2))
+    assert len(calls) == 5
     for value, reference in zip(values, expected, strict=True):
         torch.testing.assert_close(value, reference)
 
