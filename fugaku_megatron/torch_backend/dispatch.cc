@@ -224,7 +224,7 @@ bool served_type(const Tensor& x) {
   return x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16;
 }
 
-// Sizes of calls; 0 for types that no kernel of ours has.
+// Sizes of calls, of a list the mean; 0 for types that no kernel of ours has.
 struct Elements {
   template <typename... Rest>
   static int64_t of(const Tensor& x, const Rest&...) {
@@ -234,7 +234,7 @@ struct Elements {
   static int64_t of(at::TensorList tensors, const Rest&...) {
     int64_t total = 0;
     for (const Tensor& each : tensors) total += of(each);
-    return total;
+    return tensors.empty() ? 0 : total / static_cast<int64_t>(tensors.size());
   }
 };
 struct MultiplyAdds {

@@ -16,7 +16,7 @@ class Operator(NamedTuple):
     name: ATen's, with the overload
     serve: gets the operator's arguments; returns its value, or NotImplemented before anything is written
     smallest: smaller calls stay with PyTorch: multiply-adds of a product, or of attention's scores of a sample, else elements of the
-        first tensor
+        first tensor, or the mean of the first list
     why: reason for `smallest`
     """
 
@@ -29,7 +29,10 @@ class Operator(NamedTuple):
 _PRODUCT = 1 << 20
 _PRODUCT_WHY = "PyTorch's own takes about as long as the call of Python, 10 us"
 _STEP = 1 << 18
-_STEP_WHY = "a kernel is called once for each tensor of the list"
+_STEP_WHY = (
+    "a kernel is called once for each tensor: with 2^16 elements PyTorch takes 37 us and the kernel "
+    "43, with 2^18 117 and 103 (one thread of Zen 4)"
+)
 _ATTENTION = 1 << 22
 _ATTENTION_WHY = "packing a smaller sample takes longer than the kernels gain"
 _LAYER_NORM = 1 << 17
@@ -52,8 +55,9 @@ OPERATORS = (
     Operator(
         "embedding_dense_backward",
         embedding.embedding_dense_backward,
-        1 << 16,
-        "sixteen thousand elements take PyTorch about as long as the call of Python",
+        1 << 17,
+        "with 768 columns and 2^16 elements PyTorch takes 25 us and the kernel 29, with 2^18 58 and 52 "
+        "(one thread of Zen 4)",
     ),
     Operator("_fused_adam_", adamw.adam, _STEP, _STEP_WHY),
     Operator("_fused_adamw_", adamw.adamw, _STEP, _STEP_WHY),

@@ -12,7 +12,6 @@ pytestmark = [pytest.mark.arm, builds.needs_python]
 
 PROGRAM = builds.ROOT / "tests" / "arm" / "train_with_pytorch.py"
 SERVED = {
-    "_fused_adamw_",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention_for_cpu_backward",
     "addmm",

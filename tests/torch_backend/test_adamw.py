@@ -10,6 +10,7 @@ from torch.optim import adam as torch_adam
 
 from fugaku_megatron import torch_backend
 from fugaku_megatron.torch_backend import build, operators
+from tests.checks.torch_backend import counting
 
 pytestmark = pytest.mark.unit
 
@@ -86,3 +87,20 @@ def test_embedding_gradient(integer: torch.dtype, dtype: torch.dtype, padding: i
     with torch_backend.enabled(kernels="native"), operators.smallest(build.load(), 0):
         (value,) = torch.autograd.grad(F.embedding(tokens, table, padding), table, gradient)
     torch.testing.assert_close(value, expected)
+
+
+def test_short_tensors_and_large_bf16_tables_stay_with_torch() -> None:
+    many = [torch.nn.Parameter(torch.zeros(1 << 10)) for _ in range(1 << 9)]
+    long = [torch.nn.Parameter(torch.zeros(1 << 18))]
+    table = torch.zeros(300, 8, dtype=torch.bfloat16, requires_grad=True)
+    served: dict[str, int] = {}
+    with torch_backend.enabled(kernels="native"), counting(served):
+        for params in (many, long):
+            for each in params:
+                each.grad = torch.ones_like(each)
+            torch.optim.AdamW(params, fused=True).step()
+        with operators.smallest(build.load(), 0):
+            F.embedding(torch.arange(299), table).sum().backward()
+            F.embedding(torch.arange(301) % 300, table).sum().backward()
+    assert served["_fused_adamw_"] == 1
+    assert served["embedding_dense_backward"] == 1
