@@ -128,6 +128,10 @@ class Comm(Protocol):
     def split(self, color: int, key: int) -> Comm:
         """Build a communicator of the ranks with equal `color`, ordered by `key` (MPI_Comm_split)."""
 
+    def free(self) -> None:
+        """Free the communicator. Collective."""
+        return None
+
     def abort(self, code: int = 1) -> None: ...
 
 

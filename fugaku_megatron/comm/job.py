@@ -109,6 +109,17 @@ def end_job_with_exceptions(world: Comm) -> None:
     )
 
 
+def leave_unstarted(error: BaseException) -> NoReturn:
+    """Report an error like `run_or_abort` and end the job while MPI_Init does not return."""
+    code, text = _report(error)
+    time.sleep(GRACE * environment.rank())
+    print(f"rank {environment.rank()}: {text}", file=sys.stderr, flush=True)
+    exit_codes.close_output()
+    exit_codes.wait_until_read(sys.stderr)
+    exit_codes.abort(code)
+    os._exit(code)
+
+
 def _end(error: BaseException, comm: Comm | None, traced: bool = False) -> NoReturn:
     rank = comm.rank if comm else environment.rank()
     code, text = _report(error)

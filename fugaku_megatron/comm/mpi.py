@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..start import environment
+from ..start import environment, witness
 from .base import DONE, HALF, OPS, Comm, Handle, check, check_exchange, rank_order_sum, rows
 from .engine import Engine, Steps
 
@@ -341,8 +341,13 @@ class MPIComm(Comm):
             lambda: MPIComm(self.mpi, self.mpi_comm.Split_type(kind), self.engine)
         )
 
+    def free(self) -> None:
+        """Free the communicator. Collective: MPI calls wait for a rank that does not come."""
+        self.engine.call(self.mpi_comm.Free)
+
     def abort(self, code: int = 1) -> None:
         """Call MPI_Abort on MPI_COMM_WORLD, after the caller's report: MPI's own line is not shown."""
+        witness.tell()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         threading.Timer(ABORT_SECONDS, os._exit, [code]).start()  # if the engine hangs
         self.engine.call(lambda: self.mpi.COMM_WORLD.Abort(code))

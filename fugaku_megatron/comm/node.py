@@ -92,6 +92,9 @@ class _Window:
         whole[comm.Get_rank()] = 0  # first touch: allocate in this rank's NUMA domain
         comm.Barrier()
 
+    def free(self) -> None:
+        self._window.Free()
+
 
 def _bytes(rows: Tensor) -> Tensor:
     return rows.view(-1).view(torch.uint8)
@@ -128,6 +131,11 @@ class NodeComm(MPIComm):
         self._chunks = 0
         self._last: Handle = DONE
         self._blocks = False  # the caller of the collective waits for it
+
+    def free(self) -> None:
+        """Free shared memory and communicator. Collective."""
+        self.engine.call(self._window.free)
+        super().free()
 
     # Blocking collectives run on the caller's threads, nonblocking ones on the engine's -------------------------------------------
 

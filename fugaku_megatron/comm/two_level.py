@@ -125,6 +125,11 @@ class TwoLevelComm:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.whole, name)
 
+    def free(self) -> None:
+        """Free the communicators of both levels and the whole one. Collective."""
+        for comm in (self.levels.inside, self.levels.between, self.whole):
+            comm.free()
+
     # Collectives at two levels, or the whole communicator's -----------------------------------------------------------------------
 
     def iall_reduce(self, tensor: Tensor, op: str = "sum") -> Handle:

@@ -24,7 +24,9 @@ SIZES = (
     "FLUX_JOB_SIZE",
 )
 
+HYDRA = "PMI_FD"  # MPICH's launcher, or another one with its protocol
 LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")  # processes on this node
+LOCAL_RANKS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 RANKS = (
     "OMPI_COMM_WORLD_RANK",
     "PMI_RANK",
@@ -100,6 +102,11 @@ SHARED_PER_RANK = 1056
 # With OMP_NUM_THREADS above both limits a process hangs or ends without a message.
 MAX_THREADS_PER_CPU = 8
 MAX_THREADS = 64
+
+
+def first_set(names: tuple[str, ...]) -> str | None:
+    """Return the value of the first variable that is set."""
+    return next((os.environ[name] for name in names if name in os.environ), None)
 
 
 def _first_set(names: tuple[str, ...], minimum: int, default: int) -> tuple[str, int]:

@@ -15,7 +15,8 @@ import time
 from enum import IntEnum
 from typing import TextIO
 
-from .environment import processes, rank
+from . import witness
+from .environment import HYDRA, processes, rank
 
 # Seconds that other ranks wait for rank 0 to report the same failure; the end of rank 0 ends them.
 GRACE_EVERYWHERE = 10.0
@@ -76,8 +77,9 @@ def abort(code: int) -> None:
 
     MPICH's launcher otherwise returns any rank's code, even a killed rank's.
     """
+    witness.tell()
     with contextlib.suppress(OSError, KeyError, ValueError):
-        os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
+        os.write(int(os.environ[HYDRA]), f"cmd=abort exitcode={code}\n".encode())
         time.sleep(GRACE_START)
 
 
