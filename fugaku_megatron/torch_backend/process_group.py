@@ -5,15 +5,19 @@ Its collectives run in the order of their calls on a thread of the group; messag
 the first group. Left out: groups with devices other than the CPU, sparse tensors.
 """
 
-# mypy: disable-error-code="override, assignment, call-arg, name-defined, no-any-return"
+# mypy: disable-error-code="override, assignment, attr-defined, call-arg, name-defined, no-any-return"
 # torch's stubs overload its methods and leave out what its modules export.
 from __future__ import annotations
 
+import os
+import socket
 import threading
+import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import lru_cache, reduce
+from functools import lru_cache, reduce, wraps
 from queue import SimpleQueue
 from typing import Any
 
@@ -23,11 +27,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
-from ..comm.base import COMM_DTYPES, Comm, Handle, SoloComm
-from ..comm.job import end_job_with_exceptions, init
+from ..comm.base import COMM_DTYPES, Comm, SoloComm
+from ..comm.job import end_job_with_exceptions, init, leave_unstarted
 from ..comm.mpi import MPIComm
 from ..comm.node import share_node
+from ..start import environment, witness
 from ..start.exit_codes import ExitCode
+from ..start.presence import Presence
 
 NAME = "fugaku"
 REDUCED = ("SUM", "MAX", "MIN")  # by `comm`
@@ -41,15 +47,8 @@ REDUCTIONS = (*REDUCED, "AVG", *FOLDED)
 MAX_TAG = 2**15  # MPI guarantees this many
 GRACE = 3.0  # seconds in which the other waiting ranks say that they wait
 NO_TIMEOUT = timedelta(0)
-
-
-@lru_cache(maxsize=1)
-def mpi_world() -> Comm:
-    """Start MPI and return the world; an uncaught exception of a rank then ends all ranks."""
-    world = init()
-    if world.size > 1:
-        end_job_with_exceptions(world)
-    return world
+# Groups by name and ranks: torch uses a name again after destroy_process_group.
+_created: Counter[int] = Counter()
 
 
 class TimedOut(RuntimeError):
@@ -58,10 +57,78 @@ class TimedOut(RuntimeError):
     exit_code = ExitCode.HANG
 
 
-class Started(Work):
-    """A collective or message in progress; `describe` returns its line after a time-out."""
+@lru_cache(maxsize=1)
+def start_mpi() -> Comm:
+    """Start MPI and return the world; an uncaught exception of a rank then ends all ranks."""
+    world = init()
+    if world.size > 1:
+        end_job_with_exceptions(world)
+    if environment.HYDRA in os.environ:
+        host = socket.gethostname()
+        places = world.all_gather_object((host, os.getpid()))
+        witness.start(
+            {rank: pid for rank, (at, pid) in enumerate(places) if at == host}, world.rank
+        )
+    return world
 
-    def __init__(self, result: list[Tensor], timeout: float, describe: Callable[[], str]) -> None:
+
+def mpi_world(timeout: timedelta) -> Comm:
+    """Return the world. If MPI does not start in time, name this node's ranks that did not come and end the job."""
+    waiting = Presence()
+
+    def missing(seconds: float) -> str:
+        named = ", ".join(map(str, waiting.missing()))
+        where = (
+            f"rank(s) {named} of node {socket.gethostname()}" if named else "ranks of other nodes"
+        )
+        return f"start of MPI: timeout after {seconds:g} s: {where} did not come"
+
+    try:
+        Started([], timeout.total_seconds(), missing).follow(start_mpi).wait()
+    except TimedOut as error:
+        leave_unstarted(error)
+    return start_mpi()
+
+
+def positive(timeout: timedelta, default: float) -> float:
+    """Return the seconds of a timeout, `default` if torch left it unset."""
+    seconds = timeout.total_seconds()
+    return seconds if seconds > 0 else default
+
+
+def absent(store: dist.Store, key: str, rank: int, ranks: Sequence[int]) -> str:
+    """Announce at `key` that `rank` waits; after GRACE return which of `ranks` do not."""
+    try:
+        store.set(f"{key}/{rank}", "")
+        time.sleep(GRACE)
+        others = [str(each) for each in ranks if not store.check([f"{key}/{each}"])]
+    except RuntimeError:
+        return "rank 0, which serves the store, is gone"
+    return f"rank(s) {', '.join(others)} did not come" if others else "all came"
+
+
+def all_came(store: dist.Store, key: str, size: int) -> bool:
+    """Return True on all ranks if they all call this within GRACE seconds of each other, else False on all."""
+    refused = -(2**32)
+    try:
+        if store.add(key, 1) == size:
+            store.set(f"{key}/all", "")
+            return True
+        store.wait([f"{key}/all"], timedelta(seconds=GRACE))
+    except RuntimeError:  # one rank's refusal counts for all, unless the last rank came before it
+        try:
+            return store.add(key, refused) == size + refused
+        except RuntimeError:  # the store is gone
+            return False
+    return True
+
+
+class Started(Work):
+    """A collective or message in progress; `describe` returns its line after a time-out of so many seconds."""
+
+    def __init__(
+        self, result: list[Tensor], timeout: float, describe: Callable[[float], str]
+    ) -> None:
         super().__init__()
         self.future: Future[list[Tensor]] = Future()
         self.source = -1
@@ -82,9 +149,9 @@ class Started(Work):
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Wait for completion. RuntimeError after `timeout`, by default the group's, or if the work failed."""
-        seconds = timeout.total_seconds()
-        if not self._ended.wait(seconds if seconds > 0 else self._timeout):
-            raise TimedOut(self._describe())
+        seconds = positive(timeout, self._timeout)
+        if not self._ended.wait(seconds):
+            raise TimedOut(self._describe(seconds))
         if self._error is not None:
             raise self._error
         return True
@@ -98,19 +165,19 @@ class Started(Work):
     def exception(self) -> BaseException | None:
         return self._error
 
-    def follow(self, handle: Handle, then: Callable[[], None] = lambda: None) -> Started:
-        """End after `handle` and `then`, on a thread of its own. Return self."""
+    def run(self, *functions: Callable[[], object]) -> None:
+        """Call functions in turn and end."""
+        try:
+            for function in functions:
+                function()
+        except Exception as error:  # `wait` raises it
+            self.end(error)
+        else:
+            self.end()
 
-        def wait() -> None:
-            try:
-                handle.wait()
-                then()
-            except Exception as error:  # `wait` raises it
-                self.end(error)
-            else:
-                self.end()
-
-        threading.Thread(target=wait, name="message", daemon=True).start()
+    def follow(self, *functions: Callable[[], object]) -> Started:
+        """Call functions in turn on a thread of their own and end. Return self."""
+        threading.Thread(target=self.run, args=functions, name="message", daemon=True).start()
         return self
 
     def result(self) -> list[Tensor]:
@@ -123,21 +190,68 @@ class Started(Work):
         return self.future
 
 
+def collective(verb: str) -> Callable[[Callable[..., None]], Callable[..., Work]]:
+    """Return a decorator of a process group's method, which then runs on the group's thread; its caller gets the work.
+
+    The first argument has the result's tensors, the last one may be torch's options.
+    """
+
+    def decorate(run: Callable[..., None]) -> Callable[..., Work]:
+        @wraps(run)
+        def start(self: MPIProcessGroup, *operands: Any, **options: Any) -> Work:
+            operands = (*operands, *options.values())
+            result = tensors_in(operands[0]) if operands else []
+            for tensor in result:
+                if tensor.layout != torch.strided:
+                    raise ValueError(f"backend {NAME} takes dense tensors: pass tensor.to_dense()")
+            timeout = getattr(operands[-1], "timeout", NO_TIMEOUT) if operands else NO_TIMEOUT
+            return self.start(verb, lambda: run(self, *operands), result, timeout)
+
+        return start
+
+    return decorate
+
+
+def tensors_in(operand: Any) -> list[Tensor]:
+    """Return the tensors of a list of any depth."""
+    if isinstance(operand, Tensor):
+        return [operand]
+    if isinstance(operand, list | tuple):
+        return [tensor for each in operand for tensor in tensors_in(each)]
+    return []
+
+
 class MPIProcessGroup(dist.ProcessGroup):
     """A process group of torch.distributed on a communicator.
 
-    store: names ranks that are missing after a time-out
+    freed: communicators that end with the group
+    options: torch's DistributedBackendOptions
+    store: names ranks that are missing after a time-out; no other group uses its keys
+    ranks: the group's ranks in the world
     """
 
-    def __init__(self, comm: Comm, store: dist.Store, timeout: timedelta, name: str) -> None:
+    def __init__(
+        self,
+        comm: Comm,
+        freed: Sequence[Comm],
+        options: Any,
+        store: dist.Store,
+        ranks: Sequence[int],
+    ) -> None:
         super().__init__(comm.rank, comm.size)
         self.comm = comm
+        self._freed = freed
+        self._ranks = ranks
         self._store = store
-        self._seconds = timeout.total_seconds()
-        self._label = name
+        self._seconds = options.timeout.total_seconds()
+        self._label = str(options.group_id)
         self._count = 0
+        self._ended = False
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        threading.Thread(target=self._work, name=f"collectives of {name}", daemon=True).start()
+        self._thread = threading.Thread(
+            target=self._work, name=f"collectives of {self._label}", daemon=True
+        )
+        self._thread.start()
 
     # Names that torch's C++ and Python read.
 
@@ -151,78 +265,68 @@ class MPIProcessGroup(dist.ProcessGroup):
     def group_name(self) -> str:
         return self._label
 
-    def shutdown(self) -> None:
-        """End the group's thread."""
+    def abort(self) -> None:
+        """End the group's thread after the started collectives."""
+        self._ended = True
         self._queue.put(None)
 
-    abort = shutdown
+    def shutdown(self) -> None:
+        """Free the communicators if all ranks end the group within GRACE seconds and no collective is missing a rank."""
+        self.abort()
+        self._thread.join(GRACE)
+        if not self._thread.is_alive() and all_came(self._store, "ends", self.comm.size):
+            for comm in self._freed:
+                comm.free()
 
     # Operations on the group's thread -----------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        while (operation := self._queue.get()) is not None:
-            operation()
+        from ..host import kernels
 
-    def _start(
-        self, verb: str, run: Callable[[], Any], result: list[Tensor], options: Any = None
+        torch.get_num_threads()  # torch's first call on a thread would overwrite the number
+        kernels.set_num_threads(1)  # the caller's threads compute meanwhile
+        with torch.no_grad():
+            while (operation := self._queue.get()) is not None:
+                operation()
+
+    def start(
+        self, verb: str, run: Callable[[], None], result: list[Tensor], timeout: timedelta
     ) -> Work:
         """Queue `run`, a collective in blocking calls of `comm`."""
+        self._refuse_destroyed()
         self._count += 1
-        number = self._count
+        key = f"{verb} number {self._count}"
         work = Started(
-            result, self._timeout(options), lambda: self._missing(f"{verb} number {number}", number)
+            result, positive(timeout, self._seconds), lambda seconds: self._missing(key, seconds)
         )
-
-        def operation() -> None:
-            try:
-                with torch.no_grad():
-                    run()
-            except Exception as error:  # `wait` raises it
-                work.end(error)
-            else:
-                work.end()
-
-        self._queue.put(operation)
+        self._queue.put(lambda: work.run(run))
         return work
 
-    def _timeout(self, options: Any) -> float:
-        seconds: float = getattr(options, "timeout", NO_TIMEOUT).total_seconds()
-        return seconds if seconds > 0 else self._seconds
+    def _refuse_destroyed(self) -> None:
+        if self._ended:
+            raise ValueError(f"process group {self._label} is destroyed: make a new one")
 
-    def _missing(self, what: str, number: int) -> str:
+    def _missing(self, key: str, seconds: float) -> str:
         """Return the line of a time-out, with the ranks that have not started the collective."""
-        self._store.set(f"waits/{number}/{self.comm.rank}", "")
-        threading.Event().wait(GRACE)
-        waiting = [
-            rank for rank in range(self.comm.size) if self._store.check([f"waits/{number}/{rank}"])
-        ]
-        others = sorted(set(range(self.comm.size)) - set(waiting))
-        named = f"rank(s) {', '.join(map(str, others))} did not come" if others else "all came"
-        return f"{what} of process group {self._label} did not end in {self._seconds:g} s: {named}"
+        named = absent(self._store, key, self._ranks[self.comm.rank], self._ranks)
+        return f"{key} of process group {self._label}: timeout after {seconds:g} s: {named}"
 
     # Collectives ------------------------------------------------------------------------------------------------------------------
 
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
+    @collective("broadcast")
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> None:
         (tensor,) = tensors
-        return self._start(
-            "broadcast", lambda: self._broadcast(tensor, opts.rootRank), tensors, opts
-        )
-
-    def _broadcast(self, tensor: Tensor, root: int) -> None:
         moved = as_bytes(tensor)
-        self.comm.broadcast(moved, root)
-        if self.comm.rank != root:
+        self.comm.broadcast(moved, opts.rootRank)
+        if self.comm.rank != opts.rootRank:
             restore(tensor, moved)
 
-    def allreduce(self, tensors: list[Tensor], opts: Any) -> Work:
-        op = reduction(opts)
-        return self._start("all_reduce", lambda: self._all_reduce(tensors, op), tensors, opts)
+    @collective("all_reduce")
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> None:
+        for tensor in tensors:
+            tensor.copy_(self._reduced(tensor, reduction(opts)))
 
     allreduce_coalesced = allreduce
-
-    def _all_reduce(self, tensors: Sequence[Tensor], op: str) -> None:
-        for tensor in tensors:
-            tensor.copy_(self._reduced(tensor, op))
 
     def _reduced(self, tensor: Tensor, op: str) -> Tensor:
         """Return the reduction of the ranks' tensors; `tensor` itself, if it was reduced in place."""
@@ -238,35 +342,26 @@ class MPIProcessGroup(dist.ProcessGroup):
             dense = dense.to(torch.int64)
         return self.comm.all_reduce(dense, op.lower()).to(tensor.dtype)
 
-    def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
+    @collective("reduce")
+    def reduce(self, tensors: list[Tensor], opts: Any) -> None:
         (tensor,) = tensors
-
-        op = reduction(opts)
-
-        def run() -> None:
-            total = self._reduced(tensor.clone(), op)
-            if self.comm.rank == opts.rootRank:
-                tensor.copy_(total)
-
-        return self._start("reduce", run, tensors, opts)
+        total = self._reduced(tensor.clone(), reduction(opts))
+        if self.comm.rank == opts.rootRank:
+            tensor.copy_(total)
 
     def _gathered(self, tensor: Tensor) -> Tensor:
         """Return the ranks' tensors, (p, ...)."""
-        moved = as_bytes(tensor)
-        whole = moved.new_empty(self.comm.size * moved.numel())
-        self.comm.all_gather(whole, moved)
-        return whole.view(tensor.dtype).view(self.comm.size, *tensor.shape)
+        whole = tensor.new_empty(self.comm.size, *tensor.shape)
+        self.comm.all_gather(as_bytes(whole), as_bytes(tensor))
+        return whole
 
+    @collective("all_gather")
     def allgather(
         self, output_lists: list[list[Tensor]], tensors: list[Tensor], opts: Any = None
-    ) -> Work:
-        def run() -> None:
-            for outputs, tensor in zip(output_lists, tensors, strict=True):
-                for output, part in zip(outputs, self._gathered(tensor), strict=True):
-                    output.copy_(part.view(output.shape))
-
-        results = [output for outputs in output_lists for output in outputs]
-        return self._start("all_gather", run, results, opts)
+    ) -> None:
+        for outputs, tensor in zip(output_lists, tensors, strict=True):
+            for output, part in zip(outputs, self._gathered(tensor), strict=True):
+                output.copy_(part.view(output.shape))
 
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], tensors: list[Tensor], opts: Any = None
@@ -274,16 +369,14 @@ class MPIProcessGroup(dist.ProcessGroup):
         by_tensor = [list(outputs) for outputs in zip(*output_lists, strict=True)]
         return self.allgather(by_tensor, tensors, opts)
 
+    @collective("all_gather_into_tensor")
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = None
-    ) -> Work:
-        def run() -> None:
-            for output, tensor in zip(outputs, tensors, strict=True):
-                moved = as_bytes(output)
-                self.comm.all_gather(moved, as_bytes(tensor))
-                restore(output, moved)
-
-        return self._start("all_gather_into_tensor", run, outputs, opts)
+    ) -> None:
+        for output, tensor in zip(outputs, tensors, strict=True):
+            moved = as_bytes(output)
+            self.comm.all_gather(moved, as_bytes(tensor))
+            restore(output, moved)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -292,28 +385,24 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     _allgather_base = all_gather_single
 
-    def gather(self, output_lists: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> Work:
+    @collective("gather")
+    def gather(self, output_lists: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> None:
         (tensor,) = tensors
-        outputs = output_lists[0] if output_lists else []
         sent = [tensor if rank == opts.rootRank else None for rank in range(self.comm.size)]
-        return self._start(
-            "gather", lambda: self._exchange(outputs or None, sent, opts.rootRank), outputs, opts
-        )
+        self._exchange(output_lists[0] if output_lists else None, sent)
 
-    def scatter(self, outputs: list[Tensor], input_lists: list[list[Tensor]], opts: Any) -> Work:
+    @collective("scatter")
+    def scatter(self, outputs: list[Tensor], input_lists: list[list[Tensor]], opts: Any) -> None:
         (output,) = outputs
         received = [output if rank == opts.rootRank else None for rank in range(self.comm.size)]
-        inputs = input_lists[0] if input_lists else None
-        return self._start("scatter", lambda: self._exchange(received, inputs), outputs, opts)
+        self._exchange(received, input_lists[0] if input_lists else None)
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
-        return self._start("all_to_all", lambda: self._exchange(outputs, inputs), outputs, opts)
+    @collective("all_to_all")
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> None:
+        self._exchange(outputs, inputs)
 
     def _exchange(
-        self,
-        outputs: Sequence[Tensor | None] | None,
-        inputs: Sequence[Tensor | None] | None,
-        root: int = 0,
+        self, outputs: Sequence[Tensor | None] | None, inputs: Sequence[Tensor | None] | None
     ) -> None:
         """Send inputs[rank] to each rank and receive outputs[rank]; None: nothing to or from a rank, or all ranks."""
         nothing = [None] * self.comm.size
@@ -325,6 +414,7 @@ class MPIProcessGroup(dist.ProcessGroup):
             if output is not None:
                 restore(output, part)
 
+    @collective("all_to_all_single")
     def all_to_all_single(
         self,
         output: Tensor,
@@ -332,14 +422,10 @@ class MPIProcessGroup(dist.ProcessGroup):
         output_splits: list[int],
         input_splits: list[int],
         opts: Any = None,
-    ) -> Work:
+    ) -> None:
         """Exchange rows of `tensor` and `output`. splits: rows of each rank; empty: equally many"""
-
-        def run() -> None:
-            outputs = output.split(self._splits(output, output_splits))
-            self._exchange(outputs, tensor.split(self._splits(tensor, input_splits)))
-
-        return self._start("all_to_all_single", run, [output], opts)
+        outputs = output.split(self._splits(output, output_splits))
+        self._exchange(outputs, tensor.split(self._splits(tensor, input_splits)))
 
     alltoall_base = all_to_all_single
 
@@ -353,25 +439,20 @@ class MPIProcessGroup(dist.ProcessGroup):
             )
         return [len(tensor) // self.comm.size] * self.comm.size
 
+    @collective("reduce_scatter")
     def reduce_scatter(
         self, outputs: list[Tensor], input_lists: list[list[Tensor]], opts: Any = None
-    ) -> Work:
+    ) -> None:
         """Reduce one tensor for each rank, which may differ in size."""
         (output,) = outputs
         (inputs,) = input_lists
-
-        op = reduction(opts)
-
-        def run() -> None:
-            if len({tensor.numel() for tensor in inputs}) == 1:
-                whole = torch.stack([tensor.reshape(-1) for tensor in inputs])
-                self._reduce_scatter(output, whole, op)
-                return
-            # Shards of different sizes: every rank reduces all of them.
-            totals = [self._reduced(tensor.clone(), op) for tensor in inputs]
-            output.copy_(totals[self.comm.rank].view(output.shape))
-
-        return self._start("reduce_scatter", run, outputs, opts)
+        if len({tensor.numel() for tensor in inputs}) == 1:
+            whole = torch.stack([tensor.reshape(-1) for tensor in inputs])
+            self._reduce_scatter(output, whole, reduction(opts))
+            return
+        # Shards of different sizes: every rank reduces all of them.
+        totals = [self._reduced(tensor.clone(), reduction(opts)) for tensor in inputs]
+        output.copy_(totals[self.comm.rank].view(output.shape))
 
     def _reduce_scatter(self, output: Tensor, whole: Tensor, op: str) -> None:
         """Reduce `whole` (p, n elements) and store this rank's part in `output` (n elements)."""
@@ -386,16 +467,12 @@ class MPIProcessGroup(dist.ProcessGroup):
         if dense is not output:
             output.copy_(dense)
 
+    @collective("reduce_scatter_tensor")
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = None
-    ) -> Work:
-        op = reduction(opts)
-
-        def run() -> None:
-            for output, tensor in zip(outputs, tensors, strict=True):
-                self._reduce_scatter(output, tensor, op)
-
-        return self._start("reduce_scatter_tensor", run, outputs, opts)
+    ) -> None:
+        for output, tensor in zip(outputs, tensors, strict=True):
+            self._reduce_scatter(output, tensor, reduction(opts))
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -404,22 +481,24 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def barrier(self, opts: Any = None) -> Work:
-        return self._start("barrier", self.comm.barrier, [], opts)
+    @collective("barrier")
+    def barrier(self, opts: Any = None) -> None:
+        self.comm.barrier()
 
     # Messages on the MPI thread -----------------------------------------------------------------------------------------------------
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> Work:
         (tensor,) = tensors
         work = self._message(f"send to rank {dst}", [])
-        return work.follow(self.comm.isend(as_bytes(tensor), dst, tag))
+        return work.follow(self.comm.isend(as_bytes(tensor), dst, tag).wait)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> Work:
         (tensor,) = tensors
         work = self._message(f"recv from rank {src}", tensors)
         received = as_bytes(tensor)
         work.source = src
-        return work.follow(self.comm.irecv(received, src, tag), lambda: restore(tensor, received))
+        handle = self.comm.irecv(received, src, tag)
+        return work.follow(handle.wait, lambda: restore(tensor, received))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
         """Receive from the first rank that sends. ValueError in a group of one rank."""
@@ -434,21 +513,21 @@ class MPIProcessGroup(dist.ProcessGroup):
 
         comm: Any = self.comm  # an MPIComm, or two levels that have one
         handle = comm.irecv_any(received, tag, arrived)
-        return work.follow(handle, lambda: restore(tensor, received))
+        return work.follow(handle.wait, lambda: restore(tensor, received))
 
     def _message(self, verb: str, result: list[Tensor]) -> Started:
-        line = f"{verb} in process group {self._label} did not end in {self._seconds:g} s"
-        return Started(result, self._seconds, lambda: line)
+        self._refuse_destroyed()
+        line = f"{verb} in process group {self._label}: timeout after"
+        return Started(result, self._seconds, lambda seconds: f"{line} {seconds:g} s")
 
 
 def reduction(options: Any) -> str:
-    """Return the name of a reduction. ValueError for others than REDUCTIONS."""
+    """Return the name of a reduction: torch's options, a ReduceOp, or None for the sum. ValueError for others than REDUCTIONS."""
+    operation = getattr(options, "reduceOp", options or dist.ReduceOp.SUM)
     for name in REDUCTIONS:
-        if options.reduceOp == getattr(dist.ReduceOp, name):
+        if operation == getattr(dist.ReduceOp, name):
             return name
-    raise ValueError(
-        f"backend {NAME} reduces by {', '.join(REDUCTIONS)}, not by {options.reduceOp}"
-    )
+    raise ValueError(f"backend {NAME} reduces by {', '.join(REDUCTIONS)}, not by {operation}")
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -474,17 +553,31 @@ def create(options: Any, backend_options: Any = None) -> MPIProcessGroup:
     """
     from ..host import kernels
 
-    world = mpi_world()
-    members = list(options.global_ranks_in_group)
-    if not members and (world.size, world.rank) != (options.group_size, options.group_rank):
+    world = mpi_world(options.timeout)
+    ranks = list(options.global_ranks_in_group) or list(range(world.size))
+    if (len(ranks), ranks.index(world.rank)) != (options.group_size, options.group_rank):
         raise ValueError(
             f"torch.distributed expects rank {options.group_rank} of {options.group_size} and MPI started rank "
             f"{world.rank} of {world.size}: start with mpiexec -n {options.group_size}, and do not set RANK and WORLD_SIZE"
         )
-    comm: Comm = world
-    if members and len(members) < world.size and isinstance(world, MPIComm):
-        comm = world.create_group(members, zlib.crc32(str(options.group_id).encode()) % MAX_TAG)
-    elif isinstance(world, MPIComm):
-        comm = world.split(0, members.index(world.rank) if members else world.rank)
-    shared = share_node(comm, kernels)
-    return MPIProcessGroup(shared, options.store, options.timeout, str(options.group_id))
+    if not isinstance(world, MPIComm):
+        return MPIProcessGroup(world, [], options, options.store, ranks)
+    name = str(options.group_id)
+    tag = zlib.crc32(f"{name} {ranks}".encode()) % MAX_TAG
+    _created[tag] += 1
+    store = dist.PrefixStore(f"{tag}/{_created[tag]}", options.store)
+    created: list[Comm] = []
+
+    def build() -> None:
+        comm = world.create_group(ranks, tag)
+        shared = share_node(comm, kernels)
+        created.append(shared)
+        if comm not in (shared, getattr(shared, "whole", None)):
+            created.append(comm)
+
+    def missing(seconds: float) -> str:
+        named = absent(store, "create", world.rank, ranks)
+        return f"new process group {name}: timeout after {seconds:g} s: {named}"
+
+    Started([], options.timeout.total_seconds(), missing).follow(build).wait()
+    return MPIProcessGroup(created[0], created, options, store, ranks)

@@ -16,8 +16,10 @@ import torch.distributed as dist
 from ..start import environment
 from . import process_group
 
-LOCAL_RANKS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 LOOPBACK = "127.0.0.1"
+_served: set[str] = (
+    set()
+)  # ports of the stores below; a second init_process_group makes another store
 Rendezvous = Iterator[tuple[dist.Store, int, int]]
 
 
@@ -41,17 +43,12 @@ def set_variables() -> None:
     found = {
         environment.TORCH_RANK: str(environment.rank()),
         environment.TORCH_SIZE: str(environment.processes()[1]),
-        environment.TORCH_LOCAL_RANK: first_set(LOCAL_RANKS),
-        "LOCAL_WORLD_SIZE": first_set(environment.LOCAL_SIZES),
+        environment.TORCH_LOCAL_RANK: environment.first_set(environment.LOCAL_RANKS),
+        "LOCAL_WORLD_SIZE": environment.first_set(environment.LOCAL_SIZES),
     }
     for name, value in found.items():
         if value is not None:
             os.environ.setdefault(name, value)
-
-
-def first_set(names: tuple[str, ...]) -> str | None:
-    """Return the value of the first variable that is set."""
-    return next((os.environ[name] for name in names if name in os.environ), None)
 
 
 def with_mpi(env_rendezvous: Callable[..., Rendezvous]) -> Callable[..., Rendezvous]:
@@ -60,7 +57,7 @@ def with_mpi(env_rendezvous: Callable[..., Rendezvous]) -> Callable[..., Rendezv
     def handler(
         url: str, timeout: timedelta = dist.default_pg_timeout, **options: Any
     ) -> Rendezvous:
-        if "MASTER_ADDR" in os.environ:
+        if "MASTER_ADDR" in os.environ and os.environ.get("MASTER_PORT") not in _served:
             return env_rendezvous(url, timeout=timeout, **options)
         return mpi_rendezvous(timeout)
 
@@ -69,7 +66,7 @@ def with_mpi(env_rendezvous: Callable[..., Rendezvous]) -> Callable[..., Rendezv
 
 def mpi_rendezvous(timeout: timedelta = dist.default_pg_timeout, **_: Any) -> Rendezvous:
     """Yield (store, rank, world size). Rank 0 serves the store; MASTER_ADDR and MASTER_PORT name it. Collective."""
-    world = process_group.mpi_world()
+    world = process_group.mpi_world(timeout)
     host = socket.gethostname()
     one_node = len(set(world.all_gather_object(host))) == 1
     address = LOOPBACK if one_node else host
@@ -79,6 +76,7 @@ def mpi_rendezvous(timeout: timedelta = dist.default_pg_timeout, **_: Any) -> Re
     address, port = world.broadcast_object((address, store.port if store else 0))
     if store is None:
         store = dist.TCPStore(address, port, world.size, False, timeout, wait_for_workers=False)
+    _served.add(str(port))
     os.environ["MASTER_ADDR"] = address
     os.environ["MASTER_PORT"] = str(port)
     yield store, world.rank, world.size

@@ -1,8 +1,10 @@
 """Programs of ranks that compare process groups of the backend with gloo's, or end in a way of their own.
 
-Run as `group_programs.py verbs|training|late|raises`; every rank prints "ok NAME" lines, or ends as the test expects.
+Run as `group_programs.py FUNCTION`; every rank prints "ok NAME" lines, or ends as the test expects.
 """
 
+import os
+import signal
 import sys
 import tempfile
 import time
@@ -20,6 +22,12 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int16
 # Types that gloo lacks in some collectives, and types that hold the same small integers.
 IN_GLOO = {torch.bfloat16: torch.float32, torch.int16: torch.int64}
 ITERATIONS = 5
+GROUPS = 1000
+
+
+def say(line: str) -> None:
+    """Print a line by one write, which the other ranks' lines cannot split."""
+    os.write(1, f"{line}\n".encode())
 
 
 def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -136,7 +144,8 @@ def asynchronous(group, rank, size, dtype):
     works = [dist.all_reduce(each, group=group, async_op=True) for each in (x, y)]
     future = works[1].get_future()
     future.wait()
-    works[0].wait()
+    for work in works:
+        work.wait()
     assert all(work.is_completed() for work in works)
     return torch.cat([x, y])
 
@@ -168,6 +177,19 @@ VERBS = (
 )
 
 
+def use_one_thread() -> None:
+    """Check that collectives start no second team of OpenMP threads."""
+    torch.set_num_threads(3)
+    x = torch.ones(2**20)
+    (x + x).sum()
+    before = len(os.listdir("/proc/self/task"))
+    for dtype in (torch.float32, torch.int16):
+        dist.all_reduce(x.to(dtype))
+    assert len(os.listdir("/proc/self/task")) <= before
+    assert torch.get_num_threads() == 3
+    say("ok threads")
+
+
 def verbs() -> None:
     """Compare every verb and type with gloo, in the world and in a group of two ranks."""
     dist.init_process_group("fugaku")
@@ -179,15 +201,22 @@ def verbs() -> None:
             ours = verb(None, rank, size, dtype)
             theirs = verb(gloo, rank, size, IN_GLOO.get(dtype, dtype))
             assert torch.equal(ours, theirs.to(ours.dtype)), (verb.__name__, dtype, ours, theirs)
-        print(f"ok {verb.__name__}", flush=True)
+        say(f"ok {verb.__name__}")
+    assert dist.get_backend() == "fugaku"
+    try:
+        dist.all_reduce(torch.ones(3).to_sparse())
+    except ValueError as error:
+        assert "backend fugaku takes dense tensors" in str(error), error
+        say("ok refused")
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     own = halves[rank % 2]
     x = torch.tensor([rank])
     dist.all_reduce(x, group=own)
     assert x.item() == 2 * (rank % 2) + 2
     dist.destroy_process_group(own)
+    say("ok groups")
+    use_one_thread()
     dist.destroy_process_group()
-    print("ok groups", flush=True)
 
 
 def losses(wrap, group) -> list[float]:
@@ -242,16 +271,17 @@ def training() -> None:
         ours = losses(wrap, None)
         theirs = losses(wrap, gloo)
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
-        print(f"ok {wrap.__name__}", flush=True)
+        say(f"ok {wrap.__name__}")
 
 
 def late() -> None:
     """Let rank 1 stay away from a collective."""
-    dist.init_process_group("fugaku", timeout=timedelta(seconds=3))
+    dist.init_process_group("fugaku")
+    group = dist.new_group(timeout=timedelta(seconds=3))
     dist.barrier()
     if dist.get_rank() == 1:
         time.sleep(60)
-    dist.all_reduce(torch.ones(3))
+    dist.all_reduce(torch.ones(3), group=group)
 
 
 def raises() -> None:
@@ -261,6 +291,119 @@ def raises() -> None:
     if dist.get_rank() == 1:
         raise KeyError("boom")
     dist.all_reduce(torch.ones(3))
+
+
+def killed() -> None:
+    """Kill a rank while the others wait."""
+    dist.init_process_group("fugaku")
+    dist.barrier()
+    if dist.get_rank() == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(3))
+
+
+def late_start() -> None:
+    """Let rank 1 stay away from init_process_group."""
+    if os.environ["RANK"] == "1":
+        time.sleep(60)
+    dist.init_process_group("fugaku", timeout=timedelta(seconds=20))  # others may be slow to start
+
+
+def late_group() -> None:
+    """Let rank 2 stay away from new_group."""
+    dist.init_process_group("fugaku")
+    dist.barrier()
+    if dist.get_rank() == 2:
+        time.sleep(60)
+    dist.new_group([1, 2], timeout=timedelta(seconds=3))
+
+
+def late_in_group() -> None:
+    """Let rank 2 stay away from a collective of a group whose ranks have other numbers."""
+    dist.init_process_group("fugaku")
+    group = dist.new_group([1, 2], timeout=timedelta(seconds=3))
+    if dist.get_rank() != 1:
+        time.sleep(60)
+    dist.all_reduce(torch.ones(3), group=group)
+
+
+def waits() -> None:
+    """Catch the time-out of one wait, and use the group further."""
+    dist.init_process_group("fugaku")
+    dist.barrier()
+    x = torch.ones(3)
+    if dist.get_rank() == 1:
+        time.sleep(6)
+    work = dist.all_reduce(x, async_op=True)
+    if dist.get_rank() == 0:
+        try:
+            work.wait(timedelta(seconds=1))
+        except RuntimeError as error:
+            assert "all_reduce number 2 of process group 0: timeout after 1 s" in str(error), error
+            assert "rank(s) 1 did not come" in str(error), error
+            say("ok timed out")
+    work.wait()
+    assert x.tolist() == [2.0] * 3
+    dist.destroy_process_group()
+    say("ok waits")
+
+
+def many_groups() -> None:
+    """Make and destroy more groups than MPI has communicators; use none after its end."""
+    dist.init_process_group("fugaku")
+    for _ in range(GROUPS):
+        group = dist.new_group([0, 1])
+        x = torch.ones(5)
+        work = dist.all_reduce(x, group=group, async_op=True)
+        dist.destroy_process_group(group)  # after the collective
+        work.wait()
+        assert x.tolist() == [2.0] * 5
+    world = dist.group.WORLD
+    dist.destroy_process_group()
+    try:
+        world.allreduce([torch.ones(3)], dist.AllreduceOptions()).wait()
+    except ValueError as error:
+        assert "process group 0 is destroyed" in str(error), error
+        say("ok destroyed")
+    dist.init_process_group("fugaku")
+    dist.barrier()
+    dist.destroy_process_group()
+    say("ok groups")
+
+
+def accelerated() -> None:
+    """Print losses of a program of accelerate."""
+    import accelerate
+
+    dist.init_process_group(sys.argv[2])
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = torch.utils.data.DataLoader(torch.randn(64, 16), batch_size=4, shuffle=True)
+    model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    assert accelerator.num_processes == dist.get_world_size()
+    found = []
+    for x in data:
+        with accelerator.accumulate(model):
+            loss = (model(x) - x).square().mean()
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(accelerator.gather(loss.detach().view(1)).mean().item())
+    assert len(found) == 16 // dist.get_world_size()
+    say(f"losses {dist.get_rank()} {found}")
+
+
+def trainer() -> None:
+    """Print losses of trl's SFTTrainer with LoRA."""
+    from tests.torch_backend.test_trainers import history
+
+    dist.init_process_group(sys.argv[2])
+    rows = history("qwen3", "SFT", False, tempfile.mkdtemp())
+    losses = [(row["loss"], row["grad_norm"]) for row in rows]
+    say(f"losses {dist.get_rank()} {losses}")
 
 
 if __name__ == "__main__":
