@@ -2,7 +2,8 @@
 
     python -m benchmarks FAMILY [options]
 
-    gemm, experts, attention, rowwise, delta_net, step, alloc, tables, two_hosts, schedule, decode, formats, programs, trainers
+    gemm, experts, attention, rowwise, delta_net, step, alloc, tables, two_hosts, schedule, decode, formats, programs, trainers,
+    collectives
 
 A family is described in core.py. One that measures torch in this process has TORCH_HERE: the process starts again with the MKL of
 --mkl.
@@ -34,6 +35,7 @@ FAMILIES = (
     "formats",
     "programs",
     "trainers",
+    "collectives",
 )
 
 

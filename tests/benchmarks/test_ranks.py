@@ -1,4 +1,4 @@
-"""python -m benchmarks schedule and two_hosts: real ranks, a row per schedule or job, JSON and picture."""
+"""python -m benchmarks schedule, collectives and two_hosts: real ranks, a row per schedule or job, JSON and picture."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import child, schedule, two_hosts
+from benchmarks import child, collectives, schedule, two_hosts
 from benchmarks.__main__ import main
 from fugaku_megatron.pipeline.timeline import Span, _result, _source
 from tests.mpi import launch, slow_link
@@ -44,6 +44,15 @@ def idle(plan, spans: list[Span]) -> list[float]:
         found.append(span.start - ready)
         free[span.stage] = span.end
     return sorted(found)
+
+
+def test_collectives_beside_gloo(measured):
+    result, said = measured("collectives --ranks 2 --mebibytes 0.01 --rounds 2")
+    assert [row["verb"] for row in result["rows"]] == list(collectives.VERBS)
+    for row in result["rows"]:
+        assert row["ranks"] == 2 and 0 < row["fugaku"] < 1e4
+        assert row["ratio"] == row["gloo"] / row["fugaku"]
+        assert row["verb"] in said
 
 
 def test_every_schedule_follows_its_list(measured, tmp_path):
