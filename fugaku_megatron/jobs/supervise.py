@@ -12,6 +12,7 @@ SIGTERM and SIGUSR1 ask the trainer to save and exit. A run that finished, was r
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 import subprocess
 import tempfile
@@ -26,6 +27,7 @@ from ..config.fields import check
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..host.cgroup import oom_kills
+from ..observe.export.hours import HOURS, append
 from ..start.exit_codes import ExitCode
 from ..text.named_files import read_text
 from ..text.numbers import say
@@ -194,6 +196,7 @@ class Supervisor:
             if self.stop.stop_requested:
                 return self._end(ExitCode.FINISHED, "asked to stop before the start")
             end = self._start(used)
+            self._record(end)
             if not end.restarts:
                 return end.code
             saved = self._saved()
@@ -230,6 +233,13 @@ class Supervisor:
             return latest_iteration(self.run.output.save or "") or 0
         except (ValueError, OSError):
             return 0
+
+    def _record(self, end: Ending) -> None:
+        """Note the end in the run's record of hours, if the trainer has begun one."""
+        hours = Path(self.run.output.save or "") / HOURS
+        if hours.is_file():
+            with contextlib.suppress(OSError):  # not worth ending a run
+                append(hours, event="end", code=end.code)
 
     def _start(self, used: Sequence[str]) -> Ending:
         with tempfile.TemporaryDirectory(prefix="supervise.") as folder:

@@ -29,6 +29,7 @@ from ..costs.plan import Plan
 from ..costs.sizes import padded_vocab_size
 from ..data.dataset import DataOrder
 from ..observe.export.history import HISTORY
+from ..observe.export.hours import HOURS
 from ..text.foreign_models import hub_note, is_hugging_face, no_checkpoint
 from ..text.named_files import JsonObject
 from ..training.checkpoints import ForeignModel, Progress, layout_record
@@ -40,7 +41,7 @@ OpenBase = Callable[[str, Comm, int | None], Checkpoint | ForeignModel]
 PADDING = ("make_vocab_size_divisible_by", "padded_vocab_size")
 
 # Files of a run that ended before its first checkpoint.
-OWN_FILES = (HISTORY, LOSS_CURVE, TRACKER, FAULT)
+OWN_FILES = (HISTORY, HOURS, LOSS_CURVE, TRACKER, FAULT)
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,20 @@ import signal
 from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 
 from ..checkpoint.lock import hold
 from ..cli.arguments import Arguments
 from ..comm.agreement import Nodes, everywhere, find_nodes, on_root
 from ..comm.base import Comm
 from ..config.faults import COMPARISON_INTERVAL
+from ..config.run_config import RunConfig
 from ..costs.plan import Plan
 from ..host import allocator
 from ..host.allocator import peak_memory_mib
 from ..host.energy import Counters
 from ..observe.export import spans
+from ..observe.export.hours import HOURS, Hours
 from ..observe.export.metrics_writer import LogOutputs, MetricsWriter, format_peak_memory
 from ..observe.export.telemetry import Otlp, Telemetry
 from ..observe.export.writers import open_writers
@@ -94,7 +97,11 @@ def open_session(assembly: Assembly, nodes: Nodes, watchdog: Watchdog, log: Star
         LogOutputs(
             live=run.output.log_live,
             log_file=run.output.log_file,
-            writers=(*open_writers(run, plan.iteration, printing, log.say), log.telemetry),
+            writers=(
+                *open_writers(run, plan.iteration, printing, log.say),
+                *open_hours(run, plan.iteration, printing, log.telemetry),
+                log.telemetry,
+            ),
         ),
         printing=printing,
         start_iteration=plan.iteration,
@@ -117,6 +124,15 @@ def open_session(assembly: Assembly, nodes: Nodes, watchdog: Watchdog, log: Star
         telemetry=log.telemetry,
         checksums=observers.checksums,
     )
+
+
+def open_hours(
+    run: RunConfig, start_iteration: int, printing: bool, telemetry: Telemetry
+) -> list[Hours]:
+    save = run.output.save
+    if not (save and printing):
+        return []
+    return [Hours(Path(save) / HOURS, start_iteration, telemetry.seconds)]
 
 
 def open_telemetry(plan: Plan, world: Comm) -> Telemetry:

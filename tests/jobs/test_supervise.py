@@ -19,6 +19,7 @@ from fugaku_megatron.host import cgroup
 from fugaku_megatron.jobs import supervise
 from fugaku_megatron.jobs.child import ending as ending_of
 from fugaku_megatron.jobs.supervise import FRUITLESS, read_hosts
+from fugaku_megatron.observe.export.hours import HOURS, append, read_hours
 from fugaku_megatron.start.exit_codes import ExitCode
 from tests.processes import ROOT, run_python
 from tests.time_limit import time_limit
@@ -252,6 +253,15 @@ def test_a_fault_is_followed_by_a_start_from_the_last_checkpoint(planned):
         "a rank hung; the last checkpoint is of iteration 6",
         "restart 2 of 5 from iteration 6",
     ]
+
+
+def test_the_record_of_hours_has_every_end(planned, tmp_path):
+    job = planned("4 6", "0 9")
+    (tmp_path / "save").mkdir()
+    append(tmp_path / "save" / HOURS, event="start", begun=0, iteration=0)
+    job.end()
+    lines = read_hours(tmp_path / "save" / HOURS)
+    assert [line.get("code") for line in lines] == [None, 4, 0]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ import contextlib
 import importlib.util
 import logging
 import os
+import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -19,6 +21,7 @@ from ...config.span_groups import span_groups
 from ...host.observed import INSTRUCTIONS, Arguments, Keywords, Observed
 from ...pipeline.instructions import Executor
 from ..log.iteration_metrics import IterationMetrics
+from .hours import TIMED
 from .spans import INSTRUCTION_SPANS, PHASE_SPANS, SPANS, TRAIN
 from .writer import Writer
 
@@ -145,9 +148,13 @@ class _Warning(logging.Handler):
 
 
 class Telemetry(Writer):
-    """Figures and spans of this rank; without `otlp` nothing is exported."""
+    """Figures and spans of this rank; without `otlp` nothing is exported.
+
+    seconds: of the spans TIMED, for hours.jsonl
+    """
 
     def __init__(self, otlp: Otlp | None = None, say: Callable[[str], None] = print) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._groups = otlp.groups if otlp else frozenset[str]()
         self._interval = contextlib.ExitStack()
         self._open_interval = False
@@ -200,8 +207,10 @@ class Telemetry(Writer):
         """
         row = SPANS[name]
         added: dict[str, float] = {}
+        begin = time.perf_counter()
         if row.group not in self._groups:
             yield added
+            self._count(name, begin)
             return
         with self._tracer.start_as_current_span(name) as span:
             if row.goodput:
@@ -209,8 +218,13 @@ class Telemetry(Writer):
             try:
                 yield added
             finally:
+                self._count(name, begin)
                 for key, value in {**attributes, **added}.items():
                     span.set_attribute(f"megatron.{key}", value)
+
+    def _count(self, name: str, begin: float) -> None:
+        if name in TIMED:
+            self.seconds[name] += time.perf_counter() - begin
 
     def phase(self, name: str, **attributes: float) -> contextlib.AbstractContextManager[object]:
         return self.span(PHASE_SPANS[name], **attributes)

@@ -4,6 +4,7 @@
     fugaku-megatron log run.log --follow --png run.png       redrawn while the job runs, until it ends
     fugaku-megatron log run.log --csv run.csv --per-iteration    loss, time and rates of every iteration
     fugaku-megatron log tuned_a tuned_b --png both.png --x tokens    several runs, by their --save, with the lowest loss
+    fugaku-megatron log my_run --hours-png hours.png         a --save: also effective training time, and lost time by cause
     fugaku-megatron log ranks.jsonl --ranks --png ranks.png  every rank's seconds by phase, from train --log-ranks
     fugaku-megatron log a100.log --nodes 10 --ranks-per-node 8 --tensor-model-parallel-size 8 \\
         --pipeline-model-parallel-size 10                    a log of another program
@@ -24,13 +25,16 @@ from pathlib import Path
 
 from ...cli import arguments
 from ...cli.output_files import check_file, writing
-from ...config.fields import check, check_positive
+from ...config.fields import check, check_positive, flag
 from ...costs.stages import model_parameters
 from ...text.named_files import JsonObject, StrPath
 from ...text.numbers import duration_text, say
 from ...text.table import pipe_table, write_csv
 from ..export.history import HISTORY
+from ..export.hours import HOURS
 from . import loss_plot, rank_table
+from .effective_time import draw as draw_hours
+from .effective_time import effective_time
 from .iteration_metrics import (
     HEADERS,
     UNKNOWN,
@@ -234,6 +238,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the load of every expert",
     )
     parser.add_argument(
+        "--hours-png",
+        metavar="FILE",
+        help="draw the run's time by cause over days or hours; LOG is its --save",
+    )
+    parser.add_argument(
         "--x",
         choices=tuple(loss_plot.AXES),
         default="iteration",
@@ -309,13 +318,14 @@ def check_outputs(options: argparse.Namespace) -> None:
         options.csv is not None or not options.per_iteration,
         "--per-iteration needs --csv FILE: pass both",
     )
-    for name in ("csv", "png"):
+    for name in ("csv", "png", "hours_png"):
         if path := getattr(options, name):
+            ending = name.rpartition("_")[2]
             check(
-                path.endswith(f".{name}"),
-                f"--{name} {path}: pass a file whose name ends with .{name}",
+                path.endswith(f".{ending}"),
+                f"{flag(name)} {path}: pass a file whose name ends with .{ending}",
             )
-            check_file(f"--{name}", path)
+            check_file(flag(name), path)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -342,7 +352,23 @@ def main(options: argparse.Namespace) -> int:
         )
     _write(options, logs)
     print(text(logs, options.markdown))
+    show_hours(options)
     return 0
+
+
+def show_hours(options: argparse.Namespace) -> None:
+    """Print and draw the effective training time of a run that is named by its --save."""
+    found = effective_time(options.logs[0]) if len(options.logs) == 1 else None
+    check(
+        found or not options.hours_png,
+        f"--hours-png {options.hours_png}: {', '.join(options.logs)}: pass the --save of one run, with its {HOURS}",
+    )
+    if not found:
+        return
+    print("", *found.text(), sep="\n")
+    if options.hours_png:
+        with writing("--hours-png", options.hours_png):
+            draw_hours(options.hours_png, found)
 
 
 def _file_of(path: str) -> str:
