@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..host import kernels
+from . import composed
 
 TYPES = (torch.float32, torch.bfloat16)
 # Numbers of ATen.
@@ -64,11 +66,12 @@ class _CrossEntropy(torch.autograd.Function):
         return torch.where(labels < 0, 0.0, sum_exp.log() - target_logit)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         logits, labels, row_max, sum_exp = ctx.saved_tensors
-        dloss = gradients[0]
-        if torch.is_grad_enabled():
-            return _differentiable_gradient(logits, labels, dloss), None
+        dloss = gradients[0].resolve_neg()
+        if not composed.is_plain(dloss):
+            compose = functools.partial(_compose, logits, labels)
+            return *composed.gradients(compose, (logits,), dloss), None
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         kernels.cross_entropy_backward(
             logits.contiguous(), row_max, sum_exp, labels, 0, dloss.contiguous(), dlogits
@@ -76,8 +79,7 @@ class _CrossEntropy(torch.autograd.Function):
         return dlogits, None
 
 
-def _differentiable_gradient(logits: Tensor, labels: Tensor, dloss: Tensor) -> Tensor:
-    """Return the gradient of the logits by operators of torch, for a second derivative."""
+def _compose(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the losses by operators of torch."""
     logs = torch.log_softmax(logits.float(), -1)
-    losses = F.nll_loss(logs, labels, ignore_index=-1, reduction="none")
-    return torch.autograd.grad(losses, logits, dloss, create_graph=True)[0]
+    return F.nll_loss(logs, labels, ignore_index=-1, reduction="none")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..host import kernels
+from . import composed
 
 TYPES = (torch.float32, torch.bfloat16)
 
@@ -92,8 +94,9 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         dy = gradients[0].resolve_neg()
-        if torch.is_grad_enabled() or _is_batch(dy):
-            return *_composed_gradients(x, weight, ctx.epsilon, dy), None
+        if not composed.is_plain(dy):
+            compose = functools.partial(_compose, x, weight, ctx.epsilon)
+            return *composed.gradients(compose, (x, weight), dy), None
         rows = _rows(x, weight.shape)
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         dweight = torch.zeros(rows.shape[1])
@@ -103,25 +106,11 @@ class _RmsNorm(torch.autograd.Function):
         return dx, dweight.view(weight.shape).to(x.dtype), None
 
 
-def _is_batch(x: Tensor) -> bool:
-    """Return True for a tensor of vmap, which has no memory of its own."""
-    functorch = torch._C._functorch
-    return functorch.is_batchedtensor(x) or functorch.is_legacy_batchedtensor(x)
-
-
-def _composed_gradients(
-    x: Tensor, weight: Tensor, epsilon: float, dy: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x and weight by operators of torch, for a second derivative or a batch of dy."""
-    inputs = [each for each in (x, weight) if each.requires_grad]
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        wide = x.float()
-        squares = wide.square().mean(tuple(range(-weight.dim(), 0)), keepdim=True)
-        y = wide * torch.rsqrt(squares + epsilon) * weight
-        gradients = torch.autograd.grad(y.to(x.dtype), inputs, dy, create_graph=create_graph)
-    found = iter(gradients)
-    return tuple(next(found) if each.requires_grad else None for each in (x, weight))
+def _compose(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Return the RMS norm by operators of torch."""
+    wide = x.float()
+    squares = wide.square().mean(tuple(range(-weight.dim(), 0)), keepdim=True)
+    return (wide * torch.rsqrt(squares + epsilon) * weight).to(x.dtype)
 
 
 def _is_supported(x: Tensor, shape: Sequence[int], *parameters: Tensor | None) -> bool:

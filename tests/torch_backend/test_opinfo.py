@@ -51,7 +51,7 @@ OPERATORS = (
     Sampled("nn.functional.gelu", ("gelu",), ("out", "errors")),
     Sampled("nn.functional.silu", (), ("in place",)),
     Sampled("nn.functional.embedding", ("embedding_dense_backward",), ("errors",)),
-    Sampled("nn.functional.cross_entropy"),
+    Sampled("nn.functional.cross_entropy", ("cross_entropy_loss",)),
 )
 
 
