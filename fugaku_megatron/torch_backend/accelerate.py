@@ -74,7 +74,9 @@ def _attention(model: nn.Module) -> Outcome:
     left = set()
     for module in _models(model):
         name = module.config._attn_implementation
-        if name in ("sdpa", "eager") and module._can_set_attn_implementation():
+        # A model with torch's attention is eager only if its user wants the probabilities.
+        replaced = "sdpa" if module._supports_sdpa else "eager"
+        if name == replaced and module._can_set_attn_implementation():
             attribute = "_attn_implementation_internal"
             undo.append(_replace(module.config, attribute, attention_interface.NAME))
         elif name != attention_interface.NAME:

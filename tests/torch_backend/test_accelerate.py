@@ -263,6 +263,16 @@ def test_parts_that_are_left():
     assert lines[0].endswith("left output layer Sequential")
 
 
+def test_probabilities_of_eager_attention():
+    model = model_of("llama")
+    model.set_attn_implementation("eager")
+    lines = []
+    accelerate(model, lines.append)
+    assert lines[0].endswith("left attention eager")
+    tokens = batch_of("llama")["input_ids"]
+    assert len(model(tokens, output_attentions=True).attentions) == 2
+
+
 def test_refuses_other_models():
     with pytest.raises(ValueError, match="accelerate: Linear contains no model of transformers"):
         accelerate(torch.nn.Linear(2, 2))
