@@ -434,6 +434,13 @@ void replace_all(torch::Library& cpu) {
   replace<&at::cpu::gelu>(cpu, "gelu");
   replace<&at::cpu::gelu_outf>(cpu, "gelu.out");
   replace<&at::cpu::gelu_>(cpu, "gelu_");
+  replace<&at::cpu::gelu_backward>(cpu, "gelu_backward");
+  replace<&at::cpu::gelu_backward_outf>(cpu, "gelu_backward.grad_input");
+  replace<&at::cpu::silu>(cpu, "silu");
+  replace<&at::cpu::silu_outf>(cpu, "silu.out");
+  replace<&at::cpu::silu_>(cpu, "silu_");
+  replace<&at::cpu::silu_backward>(cpu, "silu_backward");
+  replace<&at::cpu::silu_backward_outf>(cpu, "silu_backward.grad_input");
 }
 
 // Operators without a derivative of their own; `serve` adds one.

@@ -41,6 +41,10 @@ _LAYER_NORM_WHY = (
 )
 _ELEMENTS = 1 << 15
 _ELEMENTS_WHY = "PyTorch takes as long as the kernels with the call of Python, 20 to 40 us"
+_SILU = 1 << 18
+_SILU_WHY = (
+    "PyTorch takes 59 us and 71 for the gradient, the kernels 56 and 69 (one thread of Zen 4)"
+)
 _LOSS = 1 << 20
 _LOSS_WHY = "the small operators around the kernels take 150 us"
 
@@ -79,6 +83,13 @@ OPERATORS = (
     Operator("gelu", activations.gelu, _ELEMENTS, _ELEMENTS_WHY),
     Operator("gelu.out", activations.gelu, _ELEMENTS, _ELEMENTS_WHY),
     Operator("gelu_", activations.gelu_in_place, _ELEMENTS, _ELEMENTS_WHY),
+    Operator("gelu_backward", activations.gelu_backward, _ELEMENTS, _ELEMENTS_WHY),
+    Operator("gelu_backward.grad_input", activations.gelu_backward, _ELEMENTS, _ELEMENTS_WHY),
+    Operator("silu", activations.silu, _SILU, _SILU_WHY),
+    Operator("silu.out", activations.silu, _SILU, _SILU_WHY),
+    Operator("silu_", activations.silu_in_place, _SILU, _SILU_WHY),
+    Operator("silu_backward", activations.silu_backward, _SILU, _SILU_WHY),
+    Operator("silu_backward.grad_input", activations.silu_backward, _SILU, _SILU_WHY),
     Operator("cross_entropy_loss", losses.cross_entropy, _LOSS, _LOSS_WHY),
 )
 

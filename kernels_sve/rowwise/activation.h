@@ -2,7 +2,8 @@
 //   gelu(x) = x / 2 (1 + tanh(u)) = x sigma(2 u),   u = sqrt(2 / pi) (x + 0.044715 x^3)    (Hendrycks and Gimpel, 2016)
 //   gelu_exact(x) = x Phi(x) = x sigma(x p(x^2)), Phi the normal distribution and p a polynomial: see EXACT_SHARE
 //   squared_relu(x) = max(x, 0)^2                                                          (So et al., 2021)
-// with sigma(v) = 1 / (1 + 2^(-v log2(e))). The derivative is part of the matmuls that it follows (gemm_epilogue.h).
+//   silu(x) = x sigma(x), here alone: an MLP has it in its gate (gate.h)
+// with sigma(v) = 1 / (1 + 2^(-v log2(e))). An MLP's derivative is part of the matmuls that it follows (gemm_epilogue.h).
 // Reference: activation_reference.cc. Tested by tests/kernels/test_activation.py.
 #pragma once
 #include "rowwise/rowwise_blocks.h"
@@ -120,6 +121,38 @@ struct SquaredRelu {
   }
 };
 
+FM_INLINE vf sigmoid(vf x) { return reciprocal(exp(-x) + 1.0f); }
+
+struct Silu {
+  template <int N>
+  FM_INLINE void share_each(const vf (&x)[N], vf (&s)[N]) {
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) s[n] = sigmoid(x[n]);
+  }
+  template <int N>
+  FM_INLINE void growth_each(vf (&)[N]) {}
+
+  // x sigma(x) in place.
+  template <int N>
+  FM_INLINE void value_each(vf (&x)[N]) {
+    vf s[N];
+    share_each(x, s);
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) x[n] = x[n] * s[n];
+  }
+
+  // sigma (1 + x (1 - sigma)) in place. The second term is 0 where sigma is 0 or 1, also of an infinite x.
+  template <int N>
+  FM_INLINE void slope_each(vf (&x)[N]) {
+    vf s[N], t[N];
+    share_each(x, s);
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) t[n] = s[n] * (1.0f - s[n]);
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) x[n] = s[n] + (t[n] == 0.0f ? t[n] : x[n] * t[n]);
+  }
+};
+
 // Calls f with an activation that has value_each and slope_each; the binding has checked that it is one of these.
 template <class F>
 FM_INLINE void with_activation(Activation activation, const F& f) {
@@ -158,18 +191,56 @@ FM_INLINE void activation_rows(const F& activation, const T* x, int64_t x_row, c
   });
 }
 
-static void activate(const ActivationArgs& a) {
-  with_dtype(a.dtype, [&](auto element) {
-    using T = decltype(element);
-    with_activation(a.activation, [&](auto activation) {
-      parallel_for(a.rows, row_grain(a.cols), [&](int64_t begin, int64_t end) {
-        for_row_blocks(begin, end, [&](auto block, int64_t row) {
-          activation_rows<decltype(block)::value>(
-              activation, static_cast<const T*>(a.x) + row * a.x_row, a.x_row,
-              static_cast<const T*>(a.bias), static_cast<T*>(a.y) + row * a.cols, a.cols);
-        });
-      });
+// dx = dy f'(x).
+template <int R, class F, class T>
+FM_INLINE void activation_backward_rows(const F& activation, const T* dy, const T* x, int64_t x_row,
+                                        T* dx, int64_t cols) {
+  for_vector_groups<CHAINS / R>(0, cols, [&](auto count, int64_t i, int lanes) FM_INLINE_LAMBDA {
+    constexpr int K = decltype(count)::value;  // vectors of a row
+    vf v[R * K];
+#pragma GCC unroll 16
+    for (int n = 0; n < R * K; ++n) v[n] = load_lanes(x + n / K * x_row + i + n % K * VL, lanes);
+    activation.slope_each(v);
+#pragma GCC unroll 16
+    for (int n = 0; n < R * K; ++n) {
+      const int64_t at = n / K * cols + i + n % K * VL;
+      store_lanes(dx + at, v[n] * load_lanes(dy + at, lanes), lanes);
+    }
+  });
+}
+
+// body(an activation, an element, rows of a block, first row) of all rows.
+template <class F>
+FM_INLINE void for_activation_blocks(const ActivationArgs& a, const F& body) {
+  const auto blocks = [&](auto element, auto activation) {
+    parallel_for(a.rows, row_grain(a.cols), [&](int64_t begin, int64_t end) {
+      for_row_blocks(begin, end,
+                     [&](auto block, int64_t row) { body(activation, element, block, row); });
     });
+  };
+  with_dtype(a.dtype, [&](auto element) {
+    if (a.activation == Activation::silu) return blocks(element, Silu());
+    with_activation(a.activation, [&](auto activation) { blocks(element, activation); });
+  });
+}
+
+static void activate(const ActivationArgs& a) {
+  for_activation_blocks(a, [&](auto activation, auto element, auto block, int64_t row) {
+    using T = decltype(element);
+    activation_rows<decltype(block)::value>(activation, static_cast<const T*>(a.x) + row * a.x_row,
+                                            a.x_row, static_cast<const T*>(a.bias),
+                                            static_cast<T*>(a.y) + row * a.cols, a.cols);
+  });
+}
+
+// y is dx.
+static void activate_backward(const ActivationArgs& a, const void* dy) {
+  for_activation_blocks(a, [&](auto activation, auto element, auto block, int64_t row) {
+    using T = decltype(element);
+    activation_backward_rows<decltype(block)::value>(
+        activation, static_cast<const T*>(dy) + row * a.cols,
+        static_cast<const T*>(a.x) + row * a.x_row, a.x_row, static_cast<T*>(a.y) + row * a.cols,
+        a.cols);
   });
 }
 

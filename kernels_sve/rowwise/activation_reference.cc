@@ -43,4 +43,12 @@ void activate(const ActivationArgs& a) {
   }
 }
 
+void activate_backward(const ActivationArgs& a, const void* dy) {
+  for (int64_t i = 0; i < a.rows * a.cols; ++i) {
+    const double x = get(a.x, a.dtype, i / a.cols * a.x_row + i % a.cols);
+    put(a.y, a.dtype, i,
+        static_cast<float>(get(dy, a.dtype, i) * activation_slope(a.activation, x)));
+  }
+}
+
 }  // namespace fm::reference

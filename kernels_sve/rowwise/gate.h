@@ -11,18 +11,6 @@ namespace fm::FM_TARGET {
 
 constexpr int64_t AHEAD = Tuning::GATE_AHEAD;
 
-FM_INLINE vf sigmoid(vf x) { return reciprocal(exp(-x) + 1.0f); }
-
-struct Silu {
-  template <int N>
-  FM_INLINE void share_each(const vf (&x)[N], vf (&s)[N]) {
-#pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) s[n] = sigmoid(x[n]);
-  }
-  template <int N>
-  FM_INLINE void growth_each(vf (&)[N]) {}
-};
-
 template <class F>
 FM_INLINE void with_gate(Activation activation, const F& f) {
   if (activation == Activation::silu) return f(Silu());

@@ -1,8 +1,8 @@
-"""GELU of torch on the kernels."""
+"""GELU and SiLU of torch and their gradients on the kernels."""
 
 import pytest
 import torch
-from torch.nn.functional import gelu
+from torch.nn.functional import gelu, silu
 
 from fugaku_megatron.torch_backend import enabled
 from tests.checks.torch_backend import assert_served, counting, serving
@@ -34,7 +34,50 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gelu(layout, form, dtype):
     x = LAYOUTS[layout]().to(dtype)
-    assert_served(lambda x: gelu(x, approximate=form), x, operator="gelu")
+    for operator in ("gelu", "gelu_backward"):
+        assert_served(lambda x: gelu(x, approximate=form), x, operator=operator)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_silu(layout, dtype):
+    x = LAYOUTS[layout]().to(dtype)
+    for operator in ("silu", "silu_backward"):
+        assert_served(silu, x, operator=operator)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_outputs_of_silu(layout):
+    x = LAYOUTS[layout]()
+    dy = torch.cos(x)
+    with enabled(False):
+        want = silu(x)
+        want_gradient = torch.ops.aten.silu_backward(dy, x)
+    place = x.clone()
+    with serving():
+        outputs = [torch.ops.aten.silu.out(x, out=torch.empty(shape)) for shape in (x.shape, 0)]
+        assert silu(place, inplace=True) is place
+        gradients = [
+            torch.ops.aten.silu_backward.grad_input(dy, x, grad_input=torch.empty(shape))
+            for shape in (x.shape, 0)
+        ]
+    for got in (*outputs, place):
+        torch.testing.assert_close(got, want)
+    for got in gradients:
+        torch.testing.assert_close(got, want_gradient)
+
+
+@pytest.mark.parametrize("function", [gelu, silu])
+def test_gradient_of_a_sum(function):
+    """An expanded gradient, and a second derivative."""
+    x = LAYOUTS["contiguous"]().requires_grad_()
+    found = []
+    for context in (enabled(False), serving()):
+        with context:
+            (dx,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
+            found.append((dx, *torch.autograd.grad(dx.square().sum(), x)))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -145,6 +145,14 @@ void activate(Work& w, const Shape& n) {
   };
 }
 
+void activate_backward(Work& w, const Shape& n) {
+  const void *dy = w.input(n[0] * n[1]), *x = w.input(n[0] * n[1], 3);
+  void* dx = w.output(n[0] * n[1]);
+  w.run = [=, &w] {
+    kernels().activate_backward({x, nullptr, dx, n[1], n[0], n[1], w.dtype, Activation::gelu}, dy);
+  };
+}
+
 GateArgs gate_of(Work& w, const Shape& n) {
   return {w.input(2 * n[0] * n[1], 3), 2 * n[1], n[1], n[0], n[1], w.dtype, Activation::silu};
 }
@@ -321,6 +329,7 @@ const Register all[] = {
     {{"cross_entropy_forward", {16, 8192}, cross_entropy_forward}},
     {{"cross_entropy_backward", {16, 8192}, cross_entropy_backward}},
     {{"activate", {64, 3072}, activate}},
+    {{"activate_backward", {64, 3072}, activate_backward}},
     {{"gate", {64, 2048}, gate}},
     {{"gate_backward", {64, 2048}, gate_backward}},
     {{"scaled_gate", {64, 2048}, scaled_gate}},
