@@ -136,7 +136,7 @@ struct Silu {
   template <int N>
   FM_INLINE void value_each(vf (&x)[N]) {
     vf s[N];
-    share_each(x, s);
+    sigma_each(x, s);
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n) x[n] = x[n] * s[n];
   }
@@ -145,11 +145,20 @@ struct Silu {
   template <int N>
   FM_INLINE void slope_each(vf (&x)[N]) {
     vf s[N], t[N];
-    share_each(x, s);
+    sigma_each(x, s);
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n) t[n] = s[n] * (1.0f - s[n]);
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n) x[n] = s[n] + (t[n] == 0.0f ? t[n] : x[n] * t[n]);
+  }
+
+ private:
+  // share_each in stages that the vectors pass side by side; the gate keeps its bits.
+  template <int N>
+  FM_INLINE void sigma_each(const vf (&x)[N], vf (&s)[N]) {
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) s[n] = x[n] * -LOG2_E;
+    sigmoid_each(s);
   }
 };
 
