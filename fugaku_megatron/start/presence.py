@@ -7,7 +7,7 @@ import os
 import socket
 from pathlib import Path
 
-from .environment import LOCAL_RANKS, first_set, processes_of_node
+from .environment import first_set, processes, processes_of_node, rank
 
 SOCKETS = Path("/proc/net/unix")
 # Variables that are equal on the ranks of a job and differ between jobs: PMIx, Slurm. MPICH's ranks have one parent.
@@ -22,11 +22,15 @@ class Presence:
         self._prefix = f"fugaku-megatron/{os.getuid()}/{job}/"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         with contextlib.suppress(OSError):  # this process has the name
-            self._socket.bind(f"\0{self._prefix}{first_set(LOCAL_RANKS) or 0}")
+            self._socket.bind(f"\0{self._prefix}{rank()}")
 
-    def missing(self) -> list[int]:
-        """Return the local ranks that have no socket. OSError without Linux's list."""
+    def missing(self) -> str:
+        """Name the ranks that have no socket, or count this node's ranks if there are other nodes. OSError without Linux's list."""
         names = set(SOCKETS.read_text().split())
-        return [
-            rank for rank in range(processes_of_node()) if f"@{self._prefix}{rank}" not in names
-        ]
+        ranks = range(processes()[1])
+        others = [str(rank) for rank in ranks if f"@{self._prefix}{rank}" not in names]
+        here = processes_of_node()
+        if here < len(ranks):
+            came = len(ranks) - len(others)
+            return f"{came} of {here} ranks of node {socket.gethostname()} came"
+        return f"rank(s) {', '.join(others)} did not come" if others else "all came"

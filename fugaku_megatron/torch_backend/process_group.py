@@ -77,11 +77,7 @@ def mpi_world(timeout: timedelta) -> Comm:
     waiting = Presence()
 
     def missing(seconds: float) -> str:
-        named = ", ".join(map(str, waiting.missing()))
-        where = (
-            f"rank(s) {named} of node {socket.gethostname()}" if named else "ranks of other nodes"
-        )
-        return f"start of MPI: timeout after {seconds:g} s: {where} did not come"
+        return f"start of MPI: timeout after {seconds:g} s: {waiting.missing()}"
 
     try:
         Started([], timeout.total_seconds(), missing).follow(start_mpi).wait()

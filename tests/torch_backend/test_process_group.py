@@ -84,7 +84,7 @@ LATE = {
     "late": "all_reduce number 1 of process group 1: timeout after 3 s: rank(s) 1 did not come",
     "late_group": "new process group 1: timeout after 3 s: rank(s) 2 did not come",
     "late_in_group": "of process group 1: timeout after 3 s: rank(s) 2 did not come",
-    "late_start": "start of MPI: timeout after 20 s: rank(s) 1 of node",
+    "late_start": "start of MPI: timeout after 20 s: rank(s) 1 did not come",
 }
 
 
