@@ -20,9 +20,16 @@ import torch
 from fugaku_megatron.cli import program
 from fugaku_megatron.host import kernels
 from fugaku_megatron.host.observed import Observed
-from fugaku_megatron.observe.numbers.abft import KERNELS
 from fugaku_megatron.training.trainer import Trainer
 
+MATMULS = (
+    "linear_forward",
+    "linear_data_gradient",
+    "linear_weight_gradient",
+    "grouped_linear_forward",
+    "grouped_linear_data_gradient",
+    "grouped_linear_weight_gradient",
+)
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}  # by bytes of an element
 Change = Callable[[Trainer], Any]
 
@@ -88,7 +95,7 @@ def matmul_result(kernel: str, args: Sequence[Any]) -> torch.Tensor:
 def flipped_kernels(kernel: str, call: int, bit: int = 29, repeated: bool = False) -> Any:
     """Return the kernels' library with one bit of a matmul's result flipped.
 
-    kernel: one of `observe.numbers.abft.KERNELS`, such as linear_forward
+    kernel: one of MATMULS
     call: number of the wrong call, from 0; with `repeated` the next call is wrong, too
     bit: of the result's element [1, 2]
     """
@@ -104,7 +111,7 @@ def flipped_kernels(kernel: str, call: int, bit: int = 29, repeated: bool = Fals
             flip_bit(result.data, result.shape[-1] + 2, bit)
         calls += 1
 
-    assert kernel in KERNELS, f"{kernel} is none of {', '.join(KERNELS)}"
+    assert kernel in MATMULS, f"{kernel} is none of {', '.join(MATMULS)}"
     return Observed(kernels, (kernel,), observe)
 
 

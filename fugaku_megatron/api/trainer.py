@@ -29,7 +29,7 @@ from ..costs.plan import Length, Plan
 from ..data.dataset import Dataset
 from ..data.token_arrays import Documents, TokenArrays
 from ..host import runtime
-from ..observe.numbers.rerun import Rerun
+from ..observe.numbers.audit import watch_numbers
 from ..observe.resources.memory_watch import check_memory
 from ..run.assemble import StartLog, assemble, load_weights, resolve_start
 from ..run.checkpoint_source import Resume, resumed_plan, with_padding
@@ -226,8 +226,7 @@ class Trainer:
             resumed.lasting(NO_END), self._world, self._nodes, sources=sources, log=self._log
         )
         trainer = assembly.trainer
-        if resumed.config.numbers.rerun_on_spike:
-            trainer.before_update = Rerun(trainer, self._event).before_update
+        self._note(*filter(None, [watch_numbers(trainer, self._event)]))
         self._trainer = trainer
         self._assembly = assembly
         self._opened = self._length_opened(trainer.train)

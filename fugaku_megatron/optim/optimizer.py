@@ -113,6 +113,9 @@ class Optimizer:
         self._expanded: dict[tuple[str, int], Tensor] = {}  # FP32 checkpoint copies
         self._reduced: list[Tensor] | None = None
         self._norm: float | None = None
+        self.loads = 0  # loaded states
+        # Called with every shard's gradients before an update; returns work for after the update.
+        self.around_update: Callable[[list[Tensor], StepFactors], Callable[[], None]] | None = None
 
     def _cut_blocks(self, bucket: Bucket) -> list[int]:
         if self.config.exp_avg_dtype != "int8" or not self.sharded:
@@ -127,9 +130,7 @@ class Optimizer:
         masters = self.run.masters
         ranges = self.flat.ranges(start, end)
         orthogonal = max((r.end for r in ranges if r.orthogonal), default=0)
-        updates: Updates = [(r, None) for r in ranges]
-        if "bf16" in (self.config.exp_avg_sq_dtype, self.config.main_params_dtype):
-            updates = [*self.flat.pieces(start, end)]  # rounding depends on an element's place
+        updates = self.updates_of(start, end)
         eight: tuple[EightBitMoment, EightBitMoment] | None = None
         in_blocks: list[AdamWBlock] = []
         exp_avg = torch.empty(0)
@@ -157,6 +158,12 @@ class Optimizer:
             updates=updates,
             adamw_blocks=in_blocks,
         )
+
+    def updates_of(self, start: int, end: int) -> Updates:
+        """Return the kernel calls that update elements [start, end) of the flat buffer."""
+        if "bf16" in (self.config.exp_avg_sq_dtype, self.config.main_params_dtype):
+            return [*self.flat.pieces(start, end)]  # rounding depends on an element's place
+        return [(r, None) for r in self.flat.ranges(start, end)]
 
     def _moment(self, state: str, n: int, dtype: str) -> Tensor:
         """Return a moment's zeros, (n,), or (0,) if the optimizer has no such moment."""
@@ -242,6 +249,7 @@ class Optimizer:
         self.steps += 1
         self._expanded.clear()
         self.ops.weights_changed()
+        finish = self.around_update(grads, factors) if self.around_update else None
         largest = share_scales(
             self._eight_bit_shards,
             lambda index, blocks: self._new_moments(
@@ -253,13 +261,16 @@ class Optimizer:
             if shard.adamw_blocks:
                 self._adamw_by_blocks(shard, grads[index], factors=factors, largest=largest[index])
             else:
-                self._adamw(shard, grads[index], factors)
+                self.update_elements(shard, grads[index], factors)
             if self.matrices:
                 self.matrices.step(index, shard, grads=grads[index], factors=factors)
             self.buckets.gather(index)
+        if finish:
+            finish()
         return StepResult(norm, zeros, skipped=False)
 
-    def _adamw(self, shard: BucketShard, grads: Tensor, factors: StepFactors) -> None:
+    def update_elements(self, shard: BucketShard, grads: Tensor, factors: StepFactors) -> None:
+        """Update a shard's weights and moments, except in matrices that Muon updates."""
         config = self.config
         after = shard.orthogonal
         for r, place in shard.updates:
@@ -326,7 +337,7 @@ class Optimizer:
                 exp_avg_sq=second,
                 updates=each.updates,
             )
-            self._adamw(block, grads[own], factors)
+            self.update_elements(block, grads[own], factors)
             at_random = (self.run.training.seed, self.steps)
             for moment, values, shared in zip(
                 shard.eight_bit or (), (first, second), largest, strict=False
@@ -349,7 +360,7 @@ class Optimizer:
             exp_avg_sq=second,
             updates=updates_inside(shard.updates, blocks.start, blocks.end),
         )
-        self._adamw(alone, grads[own], factors)
+        self.update_elements(alone, grads[own], factors)
         return first, second
 
     def _round(self, block: BucketShard, weights: Tensor) -> None:
@@ -419,6 +430,7 @@ class Optimizer:
             if shard.in_bf16:
                 shard.master.copy_(self._saved("weight", index))
         self._load_eight_bit()
+        self.loads += 1
         self._expanded.clear()
         self.ops.weights_changed()
         for index, shard in enumerate(self.shards):

@@ -29,6 +29,7 @@ from ..observe.observer import Observer
 from ..observe.profile.profile import Profile
 from ..start.exit_codes import ExitCode
 from ..start.signals import StopSignals
+from ..training.replicas import Difference, ReplicasDiffer
 from ..training.trainer import IterationResult, Trainer, uncounted_line
 
 LOSS_CURVE = "loss_curve.png"
@@ -145,7 +146,7 @@ class Session:
             self._first_iteration(),
             self.telemetry.span(spans.ITERATION, iteration=self.iteration + 1) as attributes,
         ):
-            result = self.trainer.train_step()
+            result = self._train_step()
             attributes["skipped"] = result.skipped
         after = allocator.page_faults()
         values = {
@@ -156,6 +157,12 @@ class Session:
             values |= observer.end(result)
         self.watchdog.measured(result.seconds)
         return result, values
+
+    def _train_step(self) -> IterationResult:
+        try:
+            return self.trainer.train_step()
+        except ReplicasDiffer as error:
+            self._leave_for(error.found)
 
     def _first_iteration(self) -> AbstractContextManager[object]:
         if self.trained:
@@ -274,9 +281,13 @@ class Session:
     def _compare_replicas(self) -> None:
         """Raise SystemExit(REPLICAS_DIFFER) if replicas differ, after the current save."""
         if found := self.trainer.find_difference():
-            self._finish_save()
-            save = self.config.output.save
-            self._leave(ExitCode.REPLICAS_DIFFER, self.trainer.describe_difference(found, save))
+            self._leave_for(found)
+
+    def _leave_for(self, found: Difference) -> NoReturn:
+        """Raise SystemExit(REPLICAS_DIFFER) with a difference between ranks, after the current save."""
+        self._finish_save()
+        save = self.config.output.save
+        self._leave(ExitCode.REPLICAS_DIFFER, self.trainer.describe_difference(found, save))
 
     def _leave(self, code: ExitCode, text: str) -> NoReturn:
         self.writer.flush()

@@ -26,7 +26,7 @@ from ..observe.export.writers import open_writers
 from ..observe.hang.stragglers import RankTimes
 from ..observe.hang.watchdog import Watchdog
 from ..observe.log.screen import append
-from ..observe.numbers.rerun import Rerun
+from ..observe.numbers.audit import watch_numbers
 from ..observe.observers import place
 from ..observe.resources.energy import EnergyWatch
 from ..observe.resources.memory_watch import MemoryWatch, check_memory
@@ -106,8 +106,7 @@ def open_session(assembly: Assembly, nodes: Nodes, watchdog: Watchdog, log: Star
         printing=printing,
         start_iteration=plan.iteration,
     )
-    if run.numbers.rerun_on_spike:
-        trainer.before_update = Rerun(trainer, writer.event).before_update
+    log.say(watch_numbers(trainer, writer.event))
     allocator.trim()
     return Session(
         trainer,

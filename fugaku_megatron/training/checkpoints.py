@@ -190,22 +190,26 @@ class TrainingState:
 
     def describe_difference(self, found: Difference, directory: str | None) -> str:
         """Record a difference next to the checkpoints in `directory`; return the log's line. Collective."""
-        text = f"{found.kind} differ after iteration {self.progress.iteration}: {found.text}"
+        when = f" after iteration {self.progress.iteration}"
+        agreed = f", when the {found.kind} agreed"
         trusted = self.replicas.agreed
+        if found.suspect_from is not None:
+            when = agreed = ""
+            trusted = None
+        text = f"{found.kind} differ{when}: {found.text}"
         if directory:
-            trusted = self.record_fault(directory, text, None).trusted
+            trusted = self.record_fault(directory, text, found.suspect_from).trusted
         advice = (
             "start anew without that node, or from a checkpoint that was saved elsewhere"
             if trusted is None
-            else f"continue without that node from a checkpoint of iteration {trusted} or before, "
-            f"when the {found.kind} agreed"
+            else f"continue without that node from a checkpoint of iteration {trusted} or before{agreed}"
         )
         return f"{text}. Nothing is saved: {advice}"
 
     def check_replicas(self, directory: str | None = None) -> None:
         """Raise ReplicasDiffer if copies of the same state differ. Collective."""
         if found := self.find_difference():
-            raise ReplicasDiffer(self.describe_difference(found, directory))
+            raise ReplicasDiffer(self.describe_difference(found, directory), found)
 
     def record_fault(self, directory: str, why: str, suspect_from: int | None) -> Fault:
         """Record the cause of the run's end next to the checkpoints (`checkpoint.trusted`). Collective."""

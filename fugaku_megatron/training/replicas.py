@@ -45,11 +45,27 @@ COPIES = {
 }
 
 
+class Difference(NamedTuple):
+    """Difference between ranks.
+
+    kind: WEIGHTS, STATES or results. text: rank, node and tensor
+    suspect_from: first iteration whose results may be wrong; None: the saved state is right
+    """
+
+    kind: str
+    text: str
+    suspect_from: int | None = None
+
+
 class ReplicasDiffer(RuntimeError):
     """Error for ranks that must have the same bits and differ. Raised on every rank, with one line."""
 
     exit_code = ExitCode.REPLICAS_DIFFER
     everywhere = True  # rank 0 alone reports it
+
+    def __init__(self, text: str, found: Difference) -> None:
+        super().__init__(text)
+        self.found = found
 
 
 class Replica(NamedTuple):
@@ -85,13 +101,6 @@ class Deviation(NamedTuple):
             )
         who = f"{', '.join(self.places)} hold different bits in {self.name}"
         return Difference(self.kind, f"{who}, and most of them do not agree on any")
-
-
-class Difference(NamedTuple):
-    """Difference between ranks. kind: WEIGHTS or STATES. text: rank, node and tensor."""
-
-    kind: str
-    text: str
 
 
 def content_hash(tensor: Tensor) -> int:
@@ -140,9 +149,12 @@ class Replicas:
     def reset(self) -> None:
         self.agreed = None
 
-    def difference(self, iteration: int) -> Difference | None:
-        """Compare all copies once in an iteration, after pending gathers; None if they agree. Collective."""
-        if not self.exist or self.agreed == iteration:
+    def difference(self, iteration: int, again: bool = False) -> Difference | None:
+        """Compare all copies once in an iteration, after pending gathers; None if they agree. Collective.
+
+        again: also if they agreed in this iteration
+        """
+        if not self.exist or (self.agreed == iteration and not again):
             return None
         self._optimizer.buckets.await_weights()
         found = [deviation for group in COPIES if (deviation := self._differ(group))]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import KW_ONLY, dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from ..pipeline.schedule import Schedule
 from . import expert_counts
 from .checkpoints import TrainingState
 from .micro_batches import BatchReader, MicroBatchWindow, SampleRange
+from .replicas import Difference, ReplicasDiffer
 from .step import StepExecutor, StepShape
 
 Watch = Callable[[Executor], Executor]
@@ -74,6 +75,19 @@ class Observation(NamedTuple):
     watch: Watch | None
 
 
+class Auditor(Protocol):
+    """Checks of the machine around an iteration. `consumed`: samples before it. All methods are collective."""
+
+    def before_gradients(self, consumed: int) -> None: ...
+
+    def before_update(self, consumed: int) -> Difference | None: ...
+
+    def after_update(self) -> Difference | None: ...
+
+    def broken_seal(self) -> Difference | None:
+        """Compare the state with the last update's."""
+
+
 def uncounted_line(iteration: int, result: IterationResult) -> str:
     return (
         f"warning: iteration {iteration} has 0 counted tokens: no label of its "
@@ -91,6 +105,7 @@ class Trainer(TrainingState):
     waiting_for_data: context around every fetch of samples.
     before_update: (samples consumed, loss) -> loss, called between gradient reduction and update;
         it may replace the gradients.
+    audit: see `observe.numbers.audit`.
     phase: name -> context around "forward_backward" and "optimizer" of an iteration, and around an iteration of "evaluate".
     """
 
@@ -101,6 +116,7 @@ class Trainer(TrainingState):
     readers: ReaderGroup | None = None
     waiting_for_data: Callable[[], AbstractContextManager[None]] = nullcontext
     before_update: Callable[[int, float], float] | None = None
+    audit: Auditor | None = None
     phase: Callable[..., AbstractContextManager[object]] = _no_phase
 
     def __post_init__(self) -> None:
@@ -167,11 +183,15 @@ class Trainer(TrainingState):
         if self._reader is None:
             self._reader = self.read_train(consumed)
         with self.phase("forward_backward"):
+            if self.audit:
+                self.audit.before_gradients(consumed)
             loss, work = self._gradients(self._reader, consumed, scale)
         experts = expert_counts.gather_loads(
             self.stage, self.run, self.groups, self.layout.microbatches(self.run, size)
         )
         z_loss = self._pop_z_loss() if self.run.model.z_loss else None
+        if self.audit:
+            self._leave_if(self.audit.before_update(consumed))
         if self.before_update:
             loss = self.before_update(consumed, loss)
         scheduled = self.progress.scheduled_samples
@@ -190,6 +210,8 @@ class Trainer(TrainingState):
             self.progress.unscheduled += self.progress.consumed_samples - consumed
         if math.isnan(loss):
             self.progress.nans += 1
+        if self.audit:
+            self._leave_if(self.audit.after_update())
         return IterationResult(
             loss=loss,
             grad_norm=step.grad_norm,
@@ -204,6 +226,16 @@ class Trainer(TrainingState):
             experts=experts,
             z_loss=z_loss,
         )
+
+    def _leave_if(self, found: Difference | None) -> None:
+        if found is not None:
+            raise ReplicasDiffer(self.describe_difference(found, None), found)
+
+    def find_difference(self) -> Difference | None:
+        """Compare the state with the last update's, then replicas; None if all agree. Collective."""
+        if self.audit and (found := self.audit.broken_seal()):
+            return found
+        return super().find_difference()
 
     def _pop_z_loss(self) -> float:
         """Return and clear the iteration's mean z-loss. Collective."""

@@ -22,6 +22,9 @@ class Writer:
     def add(self, metrics):
         pass
 
+    def record(self, kind, **values):
+        pass
+
     def flush(self):
         pass
 

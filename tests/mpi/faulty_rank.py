@@ -1,21 +1,25 @@
 """A small run with a slow rank or a flipped bit: mpiexec -n 4 python tests/mpi/faulty_rank.py slow FILE
 
 slow: forwards and backwards take longer on one rank; FILE is for --log-ranks. The clock of a rank runs only in those, so that it
-does not matter how many ranks share a core. flip: a bit in a weight flips on one rank. Prints the log.
+does not matter how many ranks share a core. flip: a bit in a weight flips on one rank. audit: a bit of an activation flips in every
+forward of one rank. Prints the log.
 See tests/observe/test_faulty_rank.py.
 """
 
 import sys
+from dataclasses import replace
 
 import torch
 
 from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.comm.job import run_or_abort
+from fugaku_megatron.config.output import OutputConfig
 from fugaku_megatron.host import observed
 from fugaku_megatron.host.observed import Observed, Phases, observe_groups
 from fugaku_megatron.observe.hang.stragglers import RankTimes
 from fugaku_megatron.run.loop import Session
 from fugaku_megatron.training import trainer as trainer_module
+from tests.campaigns.audits.trial import Fault, train_with_fault
 from tests.checks.session import Writer
 from tests.fault_injection import change_after, flip_weight
 from tests.helpers import build_trainer, grid_groups, mock, small_run
@@ -66,6 +70,15 @@ def flip(world: Comm, log: Writer) -> None:
         rank=RANK,
     )
     Session(trainer, log, run.training.train_iters, ()).run()
+
+
+def audit(world: Comm, log: Writer) -> None:
+    """A ZeRO-1 run with audits, and a fault from iteration ITERATION on."""
+    fault = Fault(3, "DP 4, ZeRO-1", "activation", RANK, ITERATION)
+    run = replace(fault.run("unused"), output=OutputConfig())
+    code, _, lines = train_with_fault(world, run, fault)
+    log.print(lines[-1])
+    raise SystemExit(code)
 
 
 def slow(world: Comm, log: Writer, file: str) -> None:

@@ -41,3 +41,11 @@ def test_one_flipped_bit_is_found_with_its_replica(mpich):
         "checkpoint of iteration 3 or before, when the weights agreed"
     ]
     assert "Traceback" not in job.stderr
+
+
+def test_a_core_that_repeats_its_mistake_is_found_by_an_audit(mpich):
+    job = mpich.run(4, PROGRAM, "audit", code=ExitCode.REPLICAS_DIFFER)
+    (line,) = job.stdout.splitlines()
+    named = f"results of iteration 6 differ: rank 2 (node {platform.node()}, "
+    assert line.startswith(named) and " computed other bits in the output of decoder." in line
+    assert "Traceback" not in job.stderr

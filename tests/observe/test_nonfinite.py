@@ -20,8 +20,10 @@ from fugaku_megatron.nn.layers import dropout_stream
 from fugaku_megatron.nn.ops import Ops
 from fugaku_megatron.observe.export.history import History, read_history
 from fugaku_megatron.observe.export.metrics_writer import LogOutputs, MetricsWriter
+from fugaku_megatron.observe.numbers.fingerprints import Fingerprints
 from fugaku_megatron.observe.numbers.nonfinite import find_nonfinite
-from fugaku_megatron.observe.numbers.rerun import ENOUGH, WINDOW, Rerun, Spikes, bit_sum
+from fugaku_megatron.observe.numbers.rerun import ENOUGH, WINDOW, Rerun, Spikes
+from fugaku_megatron.optim.bits import bit_sum
 from fugaku_megatron.run.loop import Session
 from fugaku_megatron.training.trainer import Trainer
 from tests.helpers import DROPOUT, OVERLAP, lay_out, make_trainer, small_run, train
@@ -255,7 +257,7 @@ def lines(world, run, ops: Ops, iterations: int = 3) -> tuple[list[tuple[int, st
     trainer = make_trainer(world, run, ops)
     said = []
     trainer.before_update = Rerun(
-        trainer, lambda iteration, text: said.append((iteration, text))
+        trainer, Fingerprints(trainer), lambda iteration, text: said.append((iteration, text))
     ).before_update
     losses = [trainer.train_step().loss for _ in range(iterations)]
     trainer.close()
@@ -292,10 +294,7 @@ def test_a_broken_machine_is_named_and_the_repetition_used(guilty, kernel, layou
             and "has other bits: the cause is a machine, not the batch. The first difference is in "
             in text
         )
-        early = (
-            kernel.endswith("forward") or run.parallel.pipeline_model_parallel_size > 1
-        )  # seen before the weight gradients
-        assert (f"of the micro-batch that begins with sample {first}" in text) == early
+        assert f"micro-batch from sample {first}" in text
         assert (f"on rank {guilty} (node " in text) or (
             layout == "tp2 pp2" and "on ranks 2 to 3, which share" in text
         ), text
@@ -342,11 +341,15 @@ def test_a_core_that_repeats_its_mistake_is_no_bad_batch(ranks, guilty, kernel, 
         assert losses == pytest.approx(healthy, abs=1e-6), "the other ranks' results are used"
 
 
-def test_experts_are_not_computed_elsewhere():
-    run = small_run(**DROPOUT, num_layers=1, num_experts=2, disable_bias_linear=True)
+def test_experts_of_all_ranks_are_not_computed_elsewhere():
+    experts = {"num_experts": 2, "disable_bias_linear": True, "expert_model_parallel_size": 2}
+    run = small_run(**DROPOUT, **experts, num_layers=1)
     ops = faulty_ops("attention_forward", 1, 18, float("inf"))
     for said, _ in ThreadWorld(2).run(lambda world: lines(world, run, ops)):
-        assert "the batch, or a core that repeats its mistake (the results of experts" in said[0][1]
+        assert (
+            "the batch, or a core that repeats its mistake (all data-parallel ranks have different experts)"
+            in said[0][1]
+        )
 
 
 @pytest.mark.parametrize(
@@ -358,7 +361,7 @@ def test_experts_are_not_computed_elsewhere():
             "that could compute it). "
             "--skip-samples 60:62 leaves",
         ),
-        ((30,), "a machine, not the batch. The first difference is in the output of part 0"),
+        ((30,), "a machine, not the batch. The first difference is in the output of the head"),
     ],
     ids=["batch", "machine"],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,9 +14,8 @@ from torch import Tensor
 from ...comm.agreement import first_rank
 from ...comm.base import Comm
 from ...host.observed import Arguments, Keywords, Observed
-from ...host.topology import format_list
 from ...optim.flat import FlatParameters
-from ..hang.heartbeat import stat_words
+from .fingerprints import cores
 
 RESULT = "result"
 INPUT = "gradient of the input"
@@ -135,18 +133,6 @@ def _norm(x: Tensor) -> Tensor:
     """Return the norms of the last dimension."""
     norm: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
     return norm
-
-
-def cores() -> str:
-    """Name a single thread's current core, or all cores that this rank's threads may use."""
-    try:
-        if torch.get_num_threads() == 1:
-            return f"core {stat_words('thread-self')[36]}"
-        tasks = map(int, os.listdir("/proc/self/task"))
-        allowed = set().union(*map(os.sched_getaffinity, tasks))
-        return f"cores {format_list(allowed)}"
-    except OSError:
-        return f"cores {format_list(os.sched_getaffinity(0))}"
 
 
 class Finding(NamedTuple):

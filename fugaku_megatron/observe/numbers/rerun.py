@@ -6,28 +6,30 @@ import math
 import platform
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from ...comm.agreement import first_rank, first_text
+from ...optim.bits import bit_sum
 from ...training.trainer import Trainer
-from .abft import cores
+from .fingerprints import (
+    KEY_LENGTH,
+    Fingerprints,
+    Key,
+    Sums,
+    contradicted,
+    cores,
+    first_difference,
+    neighbour_distance,
+    of_own_samples,
+    search_key,
+)
 
 NORMAL_MAD = 1.4826  # standard deviations per median absolute deviation of a normal distribution
 WINDOW = 50  # last losses
 ENOUGH = 20  # losses before the first spike
 SMALLEST = 0.01  # of the median: a smaller rise is not a spike, however quiet the losses were
-OUTPUT = 0
-INPUT_GRADIENT = 1
-WEIGHT_GRADIENT = 2
-LARGEST_PART = 2**30
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an element -> dtype
-Key = tuple[int, int, int]  # first sample, kind, virtual stage in the pass's order
-Sums = dict[Key, int]  # of bits
 
 
 class Spikes:
@@ -66,75 +68,18 @@ class Spikes:
         return middle, middle + max(self.deviations * deviation, SMALLEST * abs(middle))
 
 
-def bit_sum(x: Tensor) -> int:
-    """Return the sum of x's bits (any shape) modulo 2^64, which any flipped bit changes."""
-    flat = x.detach().reshape(-1)
-    size = x.element_size()
-    fits_int64 = flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0
-    dtype = torch.int64 if fits_int64 else INTEGERS[size]  # torch converts smaller integers
-    return int(flat.view(dtype).sum())
-
-
-class Fingerprints:
-    """Bit sums of this rank's outputs and gradients in an iteration, from hooks."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._sums: Sums = {}
-        placement = trainer.stage.placement
-        for number, chunk in enumerate(trainer.stage.chunks):
-            part = placement.virtual_stage(trainer.groups.pp.rank, number)
-            chunk.register_forward_hook(partial(self._forward, part))
-        trainer.optimizer.buckets.before_sum = self._weights
-
-    def take(self) -> Sums:
-        sums = self._sums
-        self._sums = {}
-        return sums
-
-    def _forward(self, part: int, chunk: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        if torch.is_grad_enabled():
-            x = args[0]
-            first = args[2].first_sample
-            self._sums[first, OUTPUT, part] = bit_sum(output)
-            if x.requires_grad:
-                x.register_hook(partial(self._backward, (first, INPUT_GRADIENT, -part)))
-
-    def _backward(self, key: Key, grad: Tensor) -> None:
-        self._sums[key] = bit_sum(grad)
-
-    def _weights(self, bucket: int, grads: Tensor) -> None:
-        self._sums[2**61, WEIGHT_GRADIENT, bucket + 1] = bit_sum(grads)  # after all samples
-
-
-def first_difference(one: Sums, other: Sums) -> Key | None:
-    keys = one.keys() | other.keys()
-    return min((key for key in keys if one.get(key) != other.get(key)), default=None)
-
-
-def _describe(key: Key | None) -> str:
-    assert key is not None
-    sample, kind, part = key
-    if kind == WEIGHT_GRADIENT:
-        return "the weight gradients"
-    if kind == OUTPUT:
-        tensor = f"the output of part {part}"
-    else:
-        tensor = f"the gradient of part {-part}'s input"
-    return f"{tensor} of the micro-batch that begins with sample {sample}"
-
-
-def _search_key(key: Key | None) -> Key | None:
-    return None if key is None else (key[0], key[1], key[2] + LARGEST_PART)
-
-
 class Rerun:
     """Check of the loss before every update; repeats spikes."""
 
-    def __init__(self, trainer: Trainer, say: Callable[[int, str], None]) -> None:
+    def __init__(
+        self, trainer: Trainer, fingerprints: Fingerprints, say: Callable[[int, str], None]
+    ) -> None:
         self.trainer = trainer
         self.say = say
         self.spikes = Spikes(trainer.run.numbers.loss_spike_deviations)
-        self.fingerprints = Fingerprints(trainer)
+        self.fingerprints = fingerprints
+        self.distance = neighbour_distance(trainer.run, trainer.groups)
+        fingerprints.active = True
 
     def before_update(self, consumed: int, loss: float) -> float:
         """Return the iteration's loss, or the repetition's if its gradients are used. Collective."""
@@ -172,13 +117,14 @@ class Rerun:
         key = first_difference(first, again)
 
         def text() -> str:
+            assert key is not None
             ranks = f"rank {world.rank}"
             if tp > 1:
                 begin = world.rank // tp * tp
                 ranks = f"ranks {begin} to {begin + tp - 1}, which share their layers"
-            return f"{_describe(key)}, on {ranks} (node {platform.node()})"
+            return f"{self.fingerprints.describe(key)}, on {ranks} (node {platform.node()})"
 
-        return first_text(world, _search_key(key), 3, text)
+        return first_text(world, search_key(key, first), KEY_LENGTH, text)
 
     def _same_bits(self, consumed: int, first: Sums, again: float) -> tuple[float, str]:
         """Find out if a core repeats its mistake; return (loss to use, verdict). Collective."""
@@ -195,8 +141,9 @@ class Rerun:
                 f"({why}). {skip}"
             )
         scale = trainer.optimizer.scaler.scale
-        elsewhere = trainer.repeat(consumed, scale, shift=1)
-        computed = [first, self._of_own_samples(first, shift=1)]
+        distance = self.distance
+        elsewhere = trainer.repeat(consumed, scale, shift=distance)
+        computed = [first, self._of_own_samples(first, distance)]
         key = first_difference(first, computed[1])
         if first_rank(trainer.world, None if key is None else (0,), 1) is None:
             again = trainer.repeat(consumed, scale)  # the bits of sums that an undisturbed run has
@@ -205,9 +152,9 @@ class Rerun:
                 "it has the same bits, when other ranks compute the samples as well: the cause is "
                 f"the batch, not a machine. {skip}"
             )
-        if trainer.groups.data_size > 2:
-            elsewhere = trainer.repeat(consumed, scale, shift=2)
-            computed.append(self._of_own_samples(first, shift=2))
+        if trainer.groups.data_size > 2 * distance:
+            elsewhere = trainer.repeat(consumed, scale, shift=2 * distance)
+            computed.append(self._of_own_samples(first, 2 * distance))
         place = self._repeated_mistake(key, computed)
         return elsewhere, (
             "it has the same bits, but other bits when other ranks compute the samples: the cause "
@@ -219,24 +166,19 @@ class Rerun:
         """Return why no other rank can compute a rank's samples with the same bits, else ""."""
         if self.trainer.groups.data_size == 1:
             return "data-parallel size 1 has no other rank that could compute it"
-        if self.trainer.run.model.num_experts:
-            return "the results of experts depend on the ranks that send them tokens"
+        if self.distance == 0:
+            return "all data-parallel ranks have different experts"
         return ""
 
     def _of_own_samples(self, own: Sums, shift: int) -> Sums:
         """Return this rank's fingerprints, computed by the rank `shift` before it. Collective."""
-        dp = self.trainer.groups.dp
-        taken = self.fingerprints.take()
-        values = torch.tensor([taken[key] for key in sorted(taken)], dtype=torch.int64)
-        everyone = torch.empty(dp.size, len(own), dtype=torch.int64)
-        dp.all_gather(everyone, values)
-        row = (dp.rank - shift * self.trainer.groups.cp.size) % dp.size
-        return dict(zip(sorted(own), everyone[row].tolist(), strict=True))
+        groups = self.trainer.groups
+        return of_own_samples(groups.dp, own, self.fingerprints.take(), shift * groups.cp.size)
 
     def _repeated_mistake(self, key: Key | None, computed: list[Sums]) -> str:
         """Describe the rank that no other rank confirms. Collective.
 
-        computed: fingerprints by this rank, and by the ranks 1 and 2 before it
+        computed: fingerprints by this rank, and by the ranks one and two distances before it
         """
         trainer = self.trainer
         world = trainer.world
@@ -246,16 +188,13 @@ class Rerun:
         def text() -> str:
             assert key is not None
             own = places[dp.rank]
-            other = places[(dp.rank - trainer.groups.cp.size) % dp.size]
+            other = places[(dp.rank - self.distance * trainer.groups.cp.size) % dp.size]
             values = [each[key] for each in computed]
-            suspect = f"{own} or {other}"
-            if len(values) == 3 and values[2] == values[1]:
-                suspect = own
-            elif len(values) == 3 and values[2] == values[0]:
-                suspect = other
-            return f"{_describe(key)}, on {suspect}"
+            wrong = contradicted(values)
+            suspect = f"{own} or {other}" if wrong is None else (own, other)[wrong]
+            return f"{self.fingerprints.describe(key)}, on {suspect}"
 
-        found = first_text(world, _search_key(key), 3, text)
+        found = first_text(world, search_key(key, computed[0]), KEY_LENGTH, text)
         assert found is not None, "a difference was found"
         return found
 
