@@ -29,6 +29,7 @@ from ..observe.log.screen import append
 from ..observe.numbers.audit import watch_numbers
 from ..observe.observers import place
 from ..observe.resources.energy import EnergyWatch
+from ..observe.resources.memory_errors import MemoryErrors
 from ..observe.resources.memory_watch import MemoryWatch, check_memory
 from ..start.signals import STOPS, kept_stop
 from ..training.replicas import comparison_line
@@ -117,6 +118,7 @@ def open_session(assembly: Assembly, nodes: Nodes, watchdog: Watchdog, log: Star
         observers=(
             EnergyWatch(world, nodes, Counters.find()),  # first, so that joules end with the step
             MemoryWatch(world, nodes, writer.event),
+            MemoryErrors(world, nodes, writer.event),
             RankTimes(run, plan.layout, world, observers.phases, writer.print),
         ),
         watchdog=watchdog,
