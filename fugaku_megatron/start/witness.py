@@ -3,7 +3,7 @@
     python witness.py ADDRESS RANK:PID ...
 
 It sees ranks end through process file descriptors, and needs nothing but Python's library. Each rank sends its number when it
-leaves, or FAILED when it ends the job itself.
+leaves, or FAILED when it ends the job itself. Every command imports this module, so its functions import what they need.
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import select
-import socket
-import subprocess
 import sys
 from collections.abc import Mapping
 
@@ -26,6 +23,8 @@ def start(ranks: Mapping[int, int], rank: int) -> None:
 
     ranks: process id of each rank on this node
     """
+    import subprocess
+
     first = min(ranks)
     address = f"\0fugaku-megatron/{os.getuid()}/witness/{ranks[first]}"
     if rank == first:
@@ -42,6 +41,8 @@ def start(ranks: Mapping[int, int], rank: int) -> None:
 
 def tell(message: bytes = FAILED) -> None:
     """Send a message to the witness, if there is one."""
+    import socket
+
     for address in _addresses:
         with (
             contextlib.suppress(OSError),  # it has ended
@@ -52,6 +53,9 @@ def tell(message: bytes = FAILED) -> None:
 
 def watch(address: str, ranks: Mapping[int, int]) -> str:
     """Wait for the ranks' ends. Return a line if one ended without a message, else nothing."""
+    import select
+    import socket
+
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         receiver.bind(f"\0{address}")
         receiver.setblocking(False)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ...comm.agreement import differing, everywhere, first_text
-from ...config.faults import AUDIT_INTERVAL
 from ...config.fields import check
 from ...host import kernels
 from ...host.machine import cpu_model
@@ -246,15 +245,12 @@ def watch_numbers(trainer: Trainer, say: Say) -> str | None:
         "the number of threads": torch.get_num_threads(),
     }
     different = differing(trainer.world, machine)
-    if different and numbers.audit_interval == AUDIT_INTERVAL:
-        return f"note: no audits, because ranks compare bits: {different}"
     with everywhere():
         check(
             not different,
             f"--audit-interval {numbers.audit_interval} compares the bits of ranks, and {different}: "
-            "pass 0, or start equal machines with equal threads",
+            "omit it, or start equal machines with equal threads",
         )
     audit = Audit(trainer, fingerprints, say)
     trainer.audit = audit
-    given = numbers.audit_interval != AUDIT_INTERVAL
-    return audit.line if trainer.world.size > 1 or given else None
+    return audit.line
