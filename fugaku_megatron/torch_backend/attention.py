@@ -199,7 +199,7 @@ def _samples(heads: Heads, options: Options) -> list[list[Segment]] | None:
     b, n, q, _ = heads.query.shape
     k = heads.key.shape[2]
     if options.attn_mask is None:
-        return [_unmasked_segments(q, k, options.is_causal)] * b
+        return [_unmasked_segments(q, k, options.is_causal) for _ in range(b)]
     mask = options.attn_mask.expand(b, n, q, k)
     if options.is_causal or mask.dtype == torch.bool or (n > 1 and mask.stride(1)):
         return None

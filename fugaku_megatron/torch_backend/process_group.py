@@ -401,7 +401,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         self, outputs: Sequence[Tensor | None] | None, inputs: Sequence[Tensor | None] | None
     ) -> None:
         """Send inputs[rank] to each rank and receive outputs[rank]; None: nothing to or from a rank, or all ranks."""
-        nothing = [None] * self.comm.size
+        nothing = [None for _ in range(self.comm.size)]
         sent = [_flat_bytes(each) for each in inputs or nothing]
         received = [_flat_bytes(each) for each in outputs or nothing]
         whole = torch.empty(sum(map(len, received)), dtype=torch.uint8)
@@ -433,7 +433,7 @@ class MPIProcessGroup(dist.ProcessGroup):
             raise ValueError(
                 f"{len(tensor)} rows do not divide among {self.comm.size} ranks: pass split sizes"
             )
-        return [len(tensor) // self.comm.size] * self.comm.size
+        return [len(tensor) // self.comm.size for _ in range(self.comm.size)]
 
     @collective("reduce_scatter")
     def reduce_scatter(

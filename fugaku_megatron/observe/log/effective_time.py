@@ -203,7 +203,7 @@ def draw(path_png: StrPath, found: EffectiveTime) -> None:
     length = max(each.begin + each.seconds for each in periods) - begin
     unit, name = next((each for each in UNITS if length >= 2 * each[0]), UNITS[-1])
     columns = int(length // unit) + 1
-    heights = {cause: [0.0] * columns for cause in CAUSES}
+    heights = {cause: [0.0 for _ in range(columns)] for cause in CAUSES}
     for period in periods:
         for column, seconds in _divided(period, begin, unit):
             heights[period.cause][min(column, columns - 1)] += 100 * seconds / unit
@@ -211,7 +211,7 @@ def draw(path_png: StrPath, found: EffectiveTime) -> None:
     axes = figure.subplots()
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     colors = colormaps["tab20"]
-    bottoms = [0.0] * columns
+    bottoms = [0.0 for _ in range(columns)]
     for number, (cause, shares) in enumerate(heights.items()):
         if any(shares):
             axes.bar(range(1, columns + 1), shares, 0.9, bottoms, label=cause, color=colors(number))
