@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from ...text.named_files import JsonObject
-from ...text.written_files import make_folder, no_link
+from ...text.written_files import make_folder, no_link, write_text
 from . import spans
 from .writer import Writer
 
@@ -34,14 +34,21 @@ TIMED = (
 
 
 class Hours(Writer):
-    """Writer of a start's lines. seconds: of each span of TIMED, added by the telemetry and cleared by each line"""
+    """Writer of a start's lines, into a copy of the file: a job that has lost --save to this one writes into the old file.
+
+    seconds: of each span of TIMED, added by the telemetry and cleared by each line
+    """
 
     def __init__(self, path: Path, start_iteration: int, seconds: dict[str, float]) -> None:
-        self.path = path
+        make_folder(path.parent)
+        aside = path.with_name(path.name + ".tmp")
+        write_text(aside, path.read_text(errors="replace") if path.exists() else "")
+        aside.replace(path)
+        self._file = open(path, "a", encoding="utf-8", opener=no_link)
         self._seconds = seconds
         self._iteration = start_iteration
         begun = psutil.Process().create_time()
-        append(path, event="start", begun=begun, iteration=start_iteration)
+        self._append(event="start", begun=begun, iteration=start_iteration)
 
     def record(self, kind: str, values: dict[str, Any]) -> None:
         if kind == "train":
@@ -50,20 +57,28 @@ class Hours(Writer):
     def close(self) -> None:
         with contextlib.suppress(OSError):  # `record` has reported it
             self._write(self._iteration)
+            self._file.close()
 
     def _write(self, iteration: int) -> None:
         seconds = {name: round(value, 3) for name, value in self._seconds.items()}
         count = iteration - self._iteration
-        append(self.path, event="iterations", iteration=iteration, count=count, seconds=seconds)
+        self._append(event="iterations", iteration=iteration, count=count, seconds=seconds)
         self._seconds.clear()
         self._iteration = iteration
+
+    def _append(self, **values: Any) -> None:
+        self._file.write(_line(values))
+        self._file.flush()
 
 
 def append(path: Path, **values: Any) -> None:
     """Append a line. OSError if it is not written."""
-    make_folder(path.parent)
     with open(path, "a", encoding="utf-8", opener=no_link) as file:
-        file.write(json.dumps({"time": round(time.time(), 3), **values}) + "\n")
+        file.write(_line(values))
+
+
+def _line(values: JsonObject) -> str:
+    return json.dumps({"time": round(time.time(), 3), **values}) + "\n"
 
 
 def read_hours(path: Path) -> list[JsonObject]:
