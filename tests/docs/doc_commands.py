@@ -66,7 +66,7 @@ LEAVES = {
         "my_model/loss_curve.png",
         "my_model/iter_0000006/manifest.json",
     ),
-    "docs/monitoring.md": ("my_run.csv", "my_run.png", "my_ranks.png"),
+    "docs/monitoring.md": ("my_run.csv", "my_run.png", "my_ranks.png", "my_hours.png"),
 }
 
 
