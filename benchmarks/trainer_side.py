@@ -58,7 +58,7 @@ QWEN3_30B_A3B = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Order:
-    """What this process does; the options of trainers.py."""
+    """Work of this process: the options of trainers.py."""
 
     side: str
     program: str

@@ -53,7 +53,7 @@ def test_source_torch_and_python_name_it(empty, monkeypatch):
 
 
 def test_a_build_deletes_the_libraries_of_older_sources(empty, monkeypatch):
-    """Those of another torch stay: checkouts serve several environments."""
+    """Libraries for another torch stay: checkouts serve several environments."""
     build.library()
     build.SOURCE.write_text("int two() { return 2; }\n")
     kept = {build.library()}

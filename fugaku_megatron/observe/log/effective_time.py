@@ -73,8 +73,10 @@ class EffectiveTime:
         self._trained: list[Trained] = []
         self._iteration_seconds = _typical(lines)
         self._until: float | None = None  # all before has a cause
+        accounts = {"start": self._start, "iterations": self._iterations, "end": self._end}
         for line in lines:
-            getattr(self, f"_{line['event']}", self._unknown)(line)
+            if account := accounts.get(line["event"]):
+                account(line)
 
     @property
     def periods(self) -> list[Period]:
@@ -112,9 +114,6 @@ class EffectiveTime:
             f"{plural(self.starts, 'start')} (measured)"
         )
         return [heading, "", *pipe_table(rows)]
-
-    def _unknown(self, line: JsonObject) -> None:
-        """Pass over a line of a newer version."""
 
     def _start(self, line: JsonObject) -> None:
         """Begin a start; what was trained after its iteration is repeated."""
