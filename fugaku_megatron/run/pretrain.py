@@ -130,10 +130,15 @@ def open_session(assembly: Assembly, nodes: Nodes, watchdog: Watchdog, log: Star
 def open_hours(
     run: RunConfig, start_iteration: int, printing: bool, telemetry: Telemetry
 ) -> list[Hours]:
-    save = run.output.save
-    if not (save and printing):
+    output = run.output
+    if not (output.save and printing):
         return []
-    return [Hours(Path(save) / HOURS, start_iteration, telemetry.seconds)]
+    saving = "save"
+    if output.save_local:
+        saving = "save_local"
+    elif output.async_save:
+        saving = "async_save"
+    return [Hours(Path(output.save) / HOURS, start_iteration, telemetry.times, saving)]
 
 
 def open_telemetry(plan: Plan, world: Comm) -> Telemetry:

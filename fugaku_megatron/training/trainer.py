@@ -106,7 +106,7 @@ class Trainer(TrainingState):
     before_update: (samples consumed, loss) -> loss, called between gradient reduction and update;
         it may replace the gradients.
     audit: see `observe.numbers.audit`.
-    phase: name -> context around "forward_backward" and "optimizer" of an iteration, and around an iteration of "evaluate".
+    phase: name -> context around "audit", "forward_backward" and "optimizer" of an iteration, and around an iteration of "evaluate".
     """
 
     train: Dataset | None = None
@@ -182,16 +182,19 @@ class Trainer(TrainingState):
         scale = self.optimizer.scaler.scale
         if self._reader is None:
             self._reader = self.read_train(consumed)
-        with self.phase("forward_backward"):
-            if self.audit:
+        if self.audit:
+            with self.phase("audit"):
                 self.audit.before_gradients(consumed)
+        with self.phase("forward_backward"):
             loss, work = self._gradients(self._reader, consumed, scale)
         experts = expert_counts.gather_loads(
             self.stage, self.run, self.groups, self.layout.microbatches(self.run, size)
         )
         z_loss = self._pop_z_loss() if self.run.model.z_loss else None
         if self.audit:
-            self._leave_if(self.audit.before_update(consumed))
+            with self.phase("audit"):
+                found = self.audit.before_update(consumed)
+            self._leave_if(found)
         if self.before_update:
             loss = self.before_update(consumed, loss)
         scheduled = self.progress.scheduled_samples
@@ -211,7 +214,9 @@ class Trainer(TrainingState):
         if math.isnan(loss):
             self.progress.nans += 1
         if self.audit:
-            self._leave_if(self.audit.after_update())
+            with self.phase("audit"):
+                found = self.audit.after_update()
+            self._leave_if(found)
         return IterationResult(
             loss=loss,
             grad_norm=step.grad_norm,

@@ -68,6 +68,27 @@ def test_every_second_has_one_cause(ends, lost):
     assert found.text()[0] == "effective training time: 31.7 % of 3 min 50 s in 2 starts (measured)"
 
 
+def test_seconds_of_audits_are_no_training():
+    """Also in the first iteration of a start, whose own seconds are then unknown."""
+    audited = iterations(1230, 30, 10, iteration=29, audit=9)
+    found = EffectiveTime([*FIRST[:3], audited])
+    assert found.seconds == pytest.approx(
+        FIRST_SECONDS | {"audit": 9, "other": 3 + 1 - 1 + 111, "training": 60}
+    )
+    first = iterations(1330, 35, 10, startup=9, first_iteration=12, iteration=33, audit=9)
+    found = EffectiveTime([*FIRST, start(1280, 25), first])
+    assert found.seconds["audit"] == 9 and found.seconds["first iteration"] == 5 + 33 - 9 - 10 * 2
+    assert found.total == 330
+
+
+@pytest.mark.parametrize(
+    "jobs, cause", [((None, None), "waiting"), (("7", "7"), "waiting"), (("7", "8"), "scheduler")]
+)
+def test_the_time_between_two_jobs_is_the_schedulers(jobs, cause):
+    lines = [FIRST[0] | {"job": jobs[0]}, *FIRST[1:], SECOND[0] | {"job": jobs[1]}, SECOND[1]]
+    assert EffectiveTime(lines).seconds[cause] == 89
+
+
 def test_iterations_are_kept_once_however_often_they_are_repeated():
     lines = [*FIRST, start(1200, 25), iterations(1230, 28, 3, iteration=6), start(1300, 5)]
     lines += [iterations(1400, 35, 30, iteration=60)]
@@ -104,7 +125,7 @@ def test_a_run_records_its_starts(tmp_path, command, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train = (
         "train --recipe demo --mock-data --vocab-size 256 --train-iters 6 --log-interval 2 --eval-iters 1 "
-        "--eval-interval 4 --save run --load run"
+        "--eval-interval 4 --save run --load run --audit-interval 2"
     )
     command(train, "--exit-interval 4")
     command(train)
@@ -112,8 +133,10 @@ def test_a_run_records_its_starts(tmp_path, command, monkeypatch):
     found = effective_time("run")
     assert [line["iteration"] for line in lines if line["event"] == "start"] == [0, 4]
     assert found.total == pytest.approx(lines[-1]["time"] - lines[0]["begun"])
+    assert [line["saving"] for line in lines if line["event"] == "start"] == ["save", "save"]
+    assert sum(line.get("saves", 0) for line in lines) == 2
     assert min(found.seconds.values()) >= 0 and found.seconds.keys() <= CAUSES.keys()
-    assert {"training", "evaluation", "start", "load", "saving"} <= found.seconds.keys()
+    assert {"training", "evaluation", "start", "load", "saving", "audit"} <= found.seconds.keys()
     printed = command("log run --hours-png hours.png").stdout
     assert found.text()[0] in printed and Path("hours.png").read_bytes()[:4] == b"\x89PNG"
     refused = command("log run run --hours-png hours.png", code=2).stderr

@@ -1,8 +1,9 @@
 """Record of a run's seconds over all its starts, which a resumed run continues: hours.jsonl in the directory of --save.
 
 Each line is a JSON object with the `time` of its writing, in seconds since 1970, and an `event`:
-    start       `begun`, when the process began; `iteration`, from which the run continues
-    iterations  `iteration`, the last one; `count`, how many; `seconds`, by span of spans.py, since the line before
+    start       `begun`, when the process began; `iteration`, from which the run continues; `job`, the scheduler's number;
+                `saving`, the flag of config/output.py by which checkpoints are saved
+    iterations  `iteration`, the last one; `count`, how many; `seconds`, by span of spans.py, since the line before; `saves`, begun
     end         `code` of the job's exit, written by `supervise`
 """
 
@@ -10,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -22,33 +25,59 @@ from . import spans
 from .writer import Writer
 
 HOURS = "hours.jsonl"  # in the directory of --save
+JOB_VARIABLES = ("SLURM_JOB_ID", "PJM_JOBID")  # set by the schedulers
 TIMED = (
     spans.STARTUP,
     spans.LOAD,
     spans.FIRST_ITERATION,
     spans.ITERATION,
+    spans.AUDIT,
     spans.SAVE,
     spans.FINALIZE,
     spans.EVALUATE,
 )
 
 
+class SpanTimes:
+    """Seconds and number of the spans of TIMED since the last `clear`."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.counts: Counter[str] = Counter()
+
+    def add(self, name: str, seconds: float) -> None:
+        if name in TIMED:
+            self.seconds[name] += seconds
+            self.counts[name] += 1
+
+    def clear(self) -> None:
+        self.seconds.clear()
+        self.counts.clear()
+
+
 class Hours(Writer):
     """Writer of a start's lines, into a copy of the file: a job that has lost --save to this one writes into the old file.
 
-    seconds: of each span of TIMED, added by the telemetry and cleared by each line
+    times: filled by the telemetry and cleared by each line
+    saving: see `start` above
     """
 
-    def __init__(self, path: Path, start_iteration: int, seconds: dict[str, float]) -> None:
+    def __init__(self, path: Path, start_iteration: int, times: SpanTimes, saving: str) -> None:
         make_folder(path.parent)
         aside = path.with_name(path.name + ".tmp")
         write_text(aside, path.read_text(errors="replace") if path.exists() else "")
         aside.replace(path)
         self._file = open(path, "a", encoding="utf-8", opener=no_link)
-        self._seconds = seconds
+        self._times = times
         self._iteration = start_iteration
         begun = psutil.Process().create_time()
-        self._append(event="start", begun=begun, iteration=start_iteration)
+        self._append(
+            event="start",
+            begun=begun,
+            iteration=start_iteration,
+            job=scheduler_job(),
+            saving=saving,
+        )
 
     def record(self, kind: str, values: dict[str, Any]) -> None:
         if kind == "train":
@@ -60,15 +89,24 @@ class Hours(Writer):
             self._file.close()
 
     def _write(self, iteration: int) -> None:
-        seconds = {name: round(value, 3) for name, value in self._seconds.items()}
-        count = iteration - self._iteration
-        self._append(event="iterations", iteration=iteration, count=count, seconds=seconds)
-        self._seconds.clear()
+        self._append(
+            event="iterations",
+            iteration=iteration,
+            count=iteration - self._iteration,
+            seconds={name: round(value, 3) for name, value in self._times.seconds.items()},
+            saves=self._times.counts[spans.SAVE],
+        )
+        self._times.clear()
         self._iteration = iteration
 
     def _append(self, **values: Any) -> None:
         self._file.write(_line(values))
         self._file.flush()
+
+
+def scheduler_job() -> str | None:
+    """Return the number of this process's job, or None outside a scheduler's job."""
+    return next((os.environ[name] for name in JOB_VARIABLES if os.environ.get(name)), None)
 
 
 def append(path: Path, **values: Any) -> None:

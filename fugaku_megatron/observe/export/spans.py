@@ -24,6 +24,7 @@ LOAD = "megatron.checkpoint.load"
 TRAIN = "megatron.train"
 FIRST_ITERATION = "megatron.train.first_iteration"
 ITERATION = "megatron.train.iteration"
+AUDIT = f"{ITERATION}.audit"  # of this program alone
 SAVE = "megatron.checkpoint.save"
 FINALIZE = "megatron.checkpoint.save.finalize"
 EVALUATE = "megatron.evaluate"
@@ -37,6 +38,7 @@ SPANS = {
     ITERATION: SpanRow("step"),
     f"{ITERATION}.forward_backward": SpanRow("forward_backward", goodput=False),
     f"{ITERATION}.optimizer": SpanRow("optimizer", goodput=False),
+    AUDIT: SpanRow("step", goodput=False),
     SAVE: SpanRow("checkpoint"),
     FINALIZE: SpanRow("checkpoint"),
     EVALUATE: SpanRow("evaluate", goodput=False),
@@ -46,6 +48,7 @@ SPANS = {
 PHASE_SPANS = {
     "forward_backward": f"{ITERATION}.forward_backward",
     "optimizer": f"{ITERATION}.optimizer",
+    "audit": AUDIT,
     "evaluate": f"{EVALUATE}.step",
 }
 # Instruction of a schedule -> its span. Both halves of a backward are spans of a backward.

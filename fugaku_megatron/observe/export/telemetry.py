@@ -11,7 +11,6 @@ import logging
 import os
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -21,7 +20,7 @@ from ...config.span_groups import span_groups
 from ...host.observed import INSTRUCTIONS, Arguments, Keywords, Observed
 from ...pipeline.instructions import Executor
 from ..log.iteration_metrics import IterationMetrics
-from .hours import TIMED
+from .hours import SpanTimes, scheduler_job
 from .spans import INSTRUCTION_SPANS, PHASE_SPANS, SPANS, TRAIN
 from .writer import Writer
 
@@ -34,7 +33,6 @@ SERVICE = "megatron-lm"
 PROTOCOL = "http/protobuf"
 PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_PROTOCOL"
 PACKAGE = "opentelemetry.exporter.otlp.proto.http"
-_JOB_IDS = ("NEMO_LENS_RUN_ID", "SLURM_JOB_ID", "PJM_JOBID")
 
 
 class Figure(NamedTuple):
@@ -92,8 +90,7 @@ class Otlp:
         output = run.output
         if not output.otel_enabled:
             return None
-        job = next((os.environ[name] for name in _JOB_IDS if os.environ.get(name)), None)
-        run_id = job or uuid.uuid4().hex[:12]
+        run_id = os.environ.get("NEMO_LENS_RUN_ID") or scheduler_job() or uuid.uuid4().hex[:12]
         resource: dict[str, str | int | None] = {
             "nemo.run.id": run_id,
             "service.instance.id": f"{run_id}-rank0",
@@ -150,11 +147,11 @@ class _Warning(logging.Handler):
 class Telemetry(Writer):
     """Figures and spans of this rank; without `otlp` nothing is exported.
 
-    seconds: of the spans TIMED, for hours.jsonl
+    times: for hours.jsonl
     """
 
     def __init__(self, otlp: Otlp | None = None, say: Callable[[str], None] = print) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.times = SpanTimes()
         self._groups = otlp.groups if otlp else frozenset[str]()
         self._interval = contextlib.ExitStack()
         self._open_interval = False
@@ -210,7 +207,7 @@ class Telemetry(Writer):
         begin = time.perf_counter()
         if row.group not in self._groups:
             yield added
-            self._count(name, begin)
+            self.times.add(name, time.perf_counter() - begin)
             return
         with self._tracer.start_as_current_span(name) as span:
             if row.goodput:
@@ -218,13 +215,9 @@ class Telemetry(Writer):
             try:
                 yield added
             finally:
-                self._count(name, begin)
+                self.times.add(name, time.perf_counter() - begin)
                 for key, value in {**attributes, **added}.items():
                     span.set_attribute(f"megatron.{key}", value)
-
-    def _count(self, name: str, begin: float) -> None:
-        if name in TIMED:
-            self.seconds[name] += time.perf_counter() - begin
 
     def phase(self, name: str, **attributes: float) -> contextlib.AbstractContextManager[object]:
         return self.span(PHASE_SPANS[name], **attributes)

@@ -23,6 +23,7 @@ from ..export.hours import HOURS, read_hours
 TRAINING = "training"
 EVALUATION = "evaluation"
 EFFECTIVE = (TRAINING, EVALUATION)
+SCHEDULER = "scheduler"
 UNITS = ((86400.0, "day"), (3600.0, "hour"), (60.0, "minute"))  # of a column in the picture
 CAUSES = {
     TRAINING: "iterations whose result was kept",
@@ -31,10 +32,12 @@ CAUSES = {
     "load": "loading the checkpoint",
     "first iteration": "beyond a later one: memory and kernels' times",
     "saving": "saves, and waits for background saves",
+    "audit": "iterations of other ranks, comparisons of results and state",
     "repeated": "iterations that a later start computed again",
     "fault": "from the last log line to the end of a start that failed",
     "hang": "the same of a start that hung",
-    "waiting": "between two starts: launcher, scheduler, people",
+    "waiting": "between two starts: launcher, people",
+    SCHEDULER: "between two jobs of the scheduler",
     "other": "log lines, checks, comparisons of replicas, the last picture",
 }
 
@@ -73,6 +76,7 @@ class EffectiveTime:
         self._trained: list[Trained] = []
         self._iteration_seconds = _typical(lines)
         self._until: float | None = None  # all before has a cause
+        self._job: str | None = None  # of the scheduler
         accounts = {"start": self._start, "iterations": self._iterations, "end": self._end}
         for line in lines:
             if account := accounts.get(line["event"]):
@@ -120,8 +124,10 @@ class EffectiveTime:
         begun = line["begun"]
         if self._until is not None:
             begun = max(begun, self._until)  # a process may run twice
-            self._add("waiting", self._until, begun - self._until)
+            cause = "waiting" if line.get("job") == self._job else SCHEDULER
+            self._add(cause, self._until, begun - self._until)
         self.starts += 1
+        self._job = line.get("job")
         self._until = begun
         kept = []
         for each in self._trained:
@@ -138,14 +144,18 @@ class EffectiveTime:
         seconds: defaultdict[str, float] = defaultdict(float, line["seconds"])
         begin = self._until
         self._until = line["time"]
-        trained = seconds[spans.ITERATION]
+        trained = seconds[spans.ITERATION] - seconds[spans.AUDIT]
         causes = {
+            "audit": seconds[spans.AUDIT],
             "load": seconds[spans.LOAD],
             "saving": seconds[spans.SAVE] + seconds[spans.FINALIZE],
             EVALUATION: seconds[spans.EVALUATE],
         }
         if first := seconds[spans.FIRST_ITERATION]:
-            causes["first iteration"] = max(0.0, first - self._iteration_seconds)
+            longer = first - self._iteration_seconds
+            if causes["audit"]:  # perhaps in the first iteration
+                longer = min(longer, trained - line["count"] * self._iteration_seconds)
+            causes["first iteration"] = max(0.0, longer)
             trained -= causes["first iteration"]
         rest = self._until - begin - trained - sum(causes.values())
         causes["start" if seconds[spans.STARTUP] else "other"] = rest
@@ -178,8 +188,9 @@ def _typical(lines: Sequence[JsonObject]) -> float:
         seconds = line["seconds"]
         first = seconds.get(spans.FIRST_ITERATION, 0.0)
         count = line["count"] - bool(first)
-        if count > 0:
-            means.append((seconds.get(spans.ITERATION, 0.0) - first) / count)
+        audits = seconds.get(spans.AUDIT, 0.0)
+        if count > 0 and not (first and audits):
+            means.append((seconds.get(spans.ITERATION, 0.0) - first - audits) / count)
     return median(means) if means else 0.0
 
 
