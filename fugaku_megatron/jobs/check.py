@@ -13,7 +13,7 @@ from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..planner import peak_memory, search, software
 from ..planner.model import step
-from ..planner.system import System
+from ..planner.system import System, start_up
 from . import limits, torus
 from .job import interpret
 from .script import READS_COMMON, Request, add_options, parse, requested
@@ -276,7 +276,7 @@ def _cost(request: Request, run: RunConfig, layout: Layout, line: int) -> Proble
             f"(model) of {limit:.0f}: lower --micro-batch-size, raise --tensor- or --pipeline-model-parallel-size"
             ", or add --checkpoint-activations or --zero-stage 1",
         )
-    needed = limits.start_up(request.nodes) + step(run, layout, system).seconds
+    needed = start_up(request.nodes) + step(run, layout, system).seconds
     seconds = script.value("ELAPSE", {})
     margin = script.value("MARGIN", {})
     if seconds and seconds.text != str(request.elapse):

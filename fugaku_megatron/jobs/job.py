@@ -21,7 +21,7 @@ from ..costs.run_schedule import recompute_name
 from ..layout_check.shrink import fewest_ranks
 from ..planner import plan_text, search, software
 from ..planner.predict import run_of
-from ..planner.system import System
+from ..planner.system import System, start_up
 from ..text.numbers import duration_text
 from . import limits, torus
 from .limits import HOUR, Mode, ResourceGroup
@@ -121,7 +121,7 @@ def decide(args: argparse.Namespace) -> Job:
     plans = placed_plans(run, system, search.held_fields(args), shape)
     best = plans[0]
     iterations, _ = batches.run_length(best.run, run.batch.global_batch_size)
-    whole = limits.start_up(args.nodes) + iterations * best.seconds + limits.MARGIN
+    whole = start_up(args.nodes) + iterations * best.seconds + limits.MARGIN
     elapse = asked or min(int(group.hours * HOUR), 60 * math.ceil(whole / 60))
     job = Job(
         name=args.name or f"gpt_{args.recipe or 'run'}".replace(".", "_"),
@@ -215,7 +215,7 @@ def decisions(job: Job, best: search.LayoutCandidate, source: str) -> Iterator[s
 
 def duration(job: Job, seconds: float, source: str) -> str:
     """Return a line about elapse time, jobs and node hours. seconds: of an iteration"""
-    start = limits.start_up(job.nodes)
+    start = start_up(job.nodes)
     training = job.iterations * seconds
     # Each job starts, and trains at least one iteration.
     count = math.ceil(training / max(seconds, job.elapse - start - limits.MARGIN))

@@ -173,13 +173,3 @@ def clock(total: float) -> str:
     """Format seconds as HH:MM:SS, rounded up."""
     whole = -int(-total // 1)
     return f"{whole // HOUR:02d}:{whole % HOUR // 60:02d}:{whole % 60:02d}"
-
-
-def start_up(nodes: int) -> float:
-    """Return the seconds before the first iteration.
-
-    MPI's start (Fugaku MPI performance data: 2.8 s on 432 nodes, 13.5 s on 27648), an assumed 5
-    minutes for staging, Python and the data index, and 2 minutes per 1000 nodes.
-    """
-    mpi: float = 2.8 * (nodes / 432) ** 0.38
-    return 300 + 120 * nodes / 1000 + mpi

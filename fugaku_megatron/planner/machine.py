@@ -66,6 +66,8 @@ OPTIONAL = (
     "slow_reduce_gbs",
     "all_to_all_gbs",
     "intra_reduce_gbs",
+    "file_system_gbs",
+    "node_storage_gbs",
 )  # not every machine has them
 
 
@@ -127,6 +129,10 @@ class Machine:
     )
     intra_reduce_gbs: float | None = (
         None  # of a ring's link in an all-reduce inside a node; None: intra_gbs
+    )
+    file_system_gbs: float | None = None  # of the shared file system, for all jobs; None: unknown
+    node_storage_gbs: float | None = (
+        None  # of a node into its own disk, and at most into the file system; None: unknown
     )
 
     @cached_property

@@ -6,7 +6,7 @@
 
 The search varies TP, PP, the micro-batch, ranks per node, recompute and ZeRO, but no value whose flag is on the command line. With
 --against the flags describe the run as it is today, and only the last step varies everything.
-Left out: the placement of ranks in the torus, checkpoints, failures.
+With --mtbf the first plan's effective training time between faults follows. Left out: the placement of ranks in the torus.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..costs.run_schedule import recompute_name
 from ..text.table import pipe_table
-from . import plan_text, software
+from . import fault_plan, plan_text, software
 from .cost import Seconds
+from .fault_plan import FaultPlan
 from .model import Prediction, step
 from .plan_text import schedule_name
 from .predict import add_arguments as add_system_arguments
@@ -75,8 +76,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --explain: the steps from SOFTWARE's time to --software's",
     )
     group.add_argument(
-        "--png", metavar="FILE", help="picture of the best plan's pipeline (needs matplotlib)"
+        "--png",
+        metavar="FILE",
+        help="picture of the best plan's pipeline, with --mtbf of its effective training time over the "
+        "interval of copies (needs matplotlib)",
     )
+    fault_plan.add_arguments(parser)
 
 
 def _with_length(run: RunConfig) -> RunConfig:
@@ -96,13 +101,14 @@ def main(args: argparse.Namespace) -> int:
     """Search the fastest layouts, or compare features, and print the result; return the exit code."""
     check(args.against is None or args.explain, "--against goes with --explain: pass both")
     check(
-        not (args.features and (args.explain or args.json or args.png)),
-        "--features prints its own table: leave out --explain, --json and --png",
+        not (args.features and (args.explain or args.json or args.png or args.mtbf)),
+        "--features prints its own table: leave out --explain, --json, --mtbf and --png",
     )
     if args.against:
         software.load(args.against, "--against")
     check_picture(args.png)
     system = system_of(args)
+    fault_plan.check_arguments(args, system)
     run = run_of(args, system, {"micro_batch_size": 1})
     check(
         run.batch.global_batch_size is not None,
@@ -124,17 +130,26 @@ def main(args: argparse.Namespace) -> int:
     )
     best = [(plan, plan.predict()) for plan in result.plans[:SHOWN]]
     changes = changes_between(run, system, args.against, best[0][0]) if args.against else []
-    if args.png:
+    faults = None
+    if args.mtbf is not None:
+        faults = FaultPlan.of(best[0][0], args)
+    if args.png and faults:
+        fault_plan.draw(args.png, faults)
+    elif args.png:
         plan_text.png(best[0][0], args.png)
     if args.json:
-        _print_json(best, result, changes, args)
+        _print_json(best, result, changes, args, faults)
     else:
-        _print_text(best, result, changes, args)
+        _print_text(best, result, changes, args, faults)
     return 0
 
 
 def _print_json(
-    best: list[Ranked], result: Search, changes: list[Change], args: argparse.Namespace
+    best: list[Ranked],
+    result: Search,
+    changes: list[Change],
+    args: argparse.Namespace,
+    faults: FaultPlan | None,
 ) -> None:
     output = {
         "plans": [plan_text.as_json(plan, as_json(p), args) for plan, p in best],
@@ -144,11 +159,17 @@ def _print_json(
         output["gains"] = gains(best[0][0])
     if changes:
         output["changes"] = [vars(change) for change in changes]
+    if faults:
+        output["effective_training_time"] = faults.as_json()
     print(json.dumps(output))
 
 
 def _print_text(
-    best: list[Ranked], result: Search, changes: list[Change], args: argparse.Namespace
+    best: list[Ranked],
+    result: Search,
+    changes: list[Change],
+    args: argparse.Namespace,
+    faults: FaultPlan | None,
 ) -> None:
     first = best[0][0]
     print(plan_text.text(best, result, args))
@@ -156,6 +177,8 @@ def _print_text(
         print(bottlenecks(first))
     if changes:
         print(changes_text(first.system, args.against, changes))
+    if faults:
+        print(faults.text())
     if args.png:
         print(f"wrote {args.png}")
 

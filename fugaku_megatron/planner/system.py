@@ -56,3 +56,13 @@ class System:
         """A rank's memory limit in MiB; caching allocators first return unused blocks."""
         room: float = 1 - self.software.counts["reclaimed"]
         return self.machine.node_memory_bytes / MIB / self.ranks_per_node / room
+
+
+def start_up(nodes: int) -> float:
+    """Return the seconds before the first iteration.
+
+    MPI's start (Fugaku MPI performance data: 2.8 s on 432 nodes, 13.5 s on 27648), an assumed 5
+    minutes for staging, Python and the data index, and 2 minutes per 1000 nodes.
+    """
+    mpi: float = 2.8 * (nodes / 432) ** 0.38
+    return 300 + 120 * nodes / 1000 + mpi

@@ -130,6 +130,7 @@ def open_session(assembly: Assembly, nodes: Nodes, watchdog: Watchdog, log: Star
 def open_hours(
     run: RunConfig, start_iteration: int, printing: bool, telemetry: Telemetry
 ) -> list[Hours]:
+    """Return the writer of hours.jsonl in --save, on the printing rank."""
     output = run.output
     if not (output.save and printing):
         return []

@@ -14,8 +14,9 @@ import pytest
 from fugaku_megatron.cli import program
 from fugaku_megatron.jobs import check, job_command, limits, render, script
 from fugaku_megatron.jobs.job import interpret
-from fugaku_megatron.jobs.limits import MARGIN, start_up
+from fugaku_megatron.jobs.limits import MARGIN
 from fugaku_megatron.planner import search
+from fugaku_megatron.planner.system import start_up
 from tests.helpers import check_scripts
 from tests.processes import ROOT, run_python
 
