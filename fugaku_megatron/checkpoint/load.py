@@ -57,7 +57,8 @@ class Checkpoint:
 
     head: manifest without shard records
     files: shard records on rank 0 if the checkpoint has no folders, else None
-    node: --save-local directory for node copies; `files` are then this rank's
+    node: directory of node copies; `files` are then this rank's
+    flag: that made the node copies
     foreign: tensors in another program's format, in place of `files`
     """
 
@@ -67,6 +68,7 @@ class Checkpoint:
     head: Manifest
     files: Files | None = field(default=None, repr=False)
     node: str | None = None
+    flag: str = "--save-local"
     foreign: Foreign | None = field(default=None, repr=False)
 
     @property
@@ -150,8 +152,8 @@ def _read(
 def _messages(checkpoint: Checkpoint) -> tuple[str, Callable[[], str]]:
     if checkpoint.node:
         return (
-            f"--save-local {checkpoint.node}: ",
-            lambda: ". Omit --save-local once to continue from the shared directory",
+            f"{checkpoint.flag} {checkpoint.node}: ",
+            lambda: f". Omit {checkpoint.flag} once to continue from the shared directory",
         )
     others = partial(_other_iterations, checkpoint.directory, checkpoint.iteration)
     return f"--load {checkpoint.directory}: ", others

@@ -163,9 +163,12 @@ def newest_everywhere(local: Directory, comm: Comm, fits: Callable[[Manifest], b
     return found
 
 
-def open_copy(local: Directory, comm: Comm, iteration: int) -> Checkpoint:
+def open_copy(
+    local: Directory, comm: Comm, iteration: int, flag: str = "--save-local"
+) -> Checkpoint:
     own = own_folder(local, comm)
     head = read_head(own, iteration)
+    path = own / iteration_name(iteration)
     return Checkpoint(
-        own, own / iteration_name(iteration), iteration, head, head.pop("files"), str(local)
+        own, path, iteration, head, files=head.pop("files"), node=str(local), flag=flag
     )

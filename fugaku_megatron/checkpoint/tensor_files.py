@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -66,9 +66,7 @@ def write_tensors(
 
     values: produces one tensor at a time, to save memory; `tensors` may then be on the meta device
     """
-    ordered = sorted(
-        tensors.items(), key=lambda item: (-item[1].element_size(), item[0])
-    )  # every tensor is aligned
+    ordered = _in_order(tensors)
     checksums = BlockChecksums()
     try:
         with open(path, "wb", buffering=0, opener=new_file) as file:
@@ -79,6 +77,30 @@ def write_tensors(
     except OSError as error:
         raise ValueError(f"{path}: {describe(error)}") from error
     return checksums.record()
+
+
+def _in_order(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """Sort tensors so that every tensor is aligned in a file."""
+    return sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+
+
+class FilePlan(NamedTuple):
+    """Bytes of the file that `write_tensors` would write. starts: first byte of each tensor"""
+
+    header: bytes
+    starts: dict[str, int]
+    size: int
+
+
+def plan_file(tensors: Mapping[str, Tensor]) -> FilePlan:
+    ordered = _in_order(tensors)
+    header = _header(ordered)
+    starts = {}
+    end = len(header)
+    for name, tensor in ordered:
+        starts[name] = end
+        end += tensor.numel() * tensor.element_size()
+    return FilePlan(header, starts, end)
 
 
 def as_bytes(tensor: Tensor) -> memoryview:

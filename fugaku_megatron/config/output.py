@@ -21,6 +21,7 @@ _SAVE = "call Trainer.save in the loop over steps"
 _PRINT = "print the fields of Step in the loop over steps"
 _WANDB = "pass it to wandb.init"
 _PROFILES = "only the command profiles"
+_COPIES = "only the command copies its state to other nodes"
 
 LOG_INTERVALS = (1, 2, 5, 10, 20, 50, 100)  # 100 is Megatron-LM's default
 LOG_LINES = 20
@@ -96,6 +97,19 @@ class OutputConfig(CheckedFields):
         path="directory",
         needs="save",
         differs=BY_RANK,
+    )
+    save_memory: int | None = free_optional(
+        "iterations between copies of the training state in the memory of other nodes, from which a run continues after a "
+        "lost node; they end with the job, and so need --save as well",
+        needs="save",
+        library=_COPIES,
+    )
+    save_memory_group: int = free_option(
+        2,
+        "nodes that protect each other's copies: one of them may be lost. Parity takes 1/(nodes - 1) of the state, with 2 a "
+        "second copy",
+        needs="save_memory",
+        library=_COPIES,
     )
     async_save: bool = free_switch(
         "copy a checkpoint to memory and write it during training", needs="save"
@@ -219,6 +233,10 @@ class OutputConfig(CheckedFields):
             or self.save_retain_interval % self.save_interval == 0,
             f"--save-retain-interval {self.save_retain_interval} is not a multiple of --save-interval {self.save_interval}: "
             "change one of them",
+        )
+        check(
+            self.save_memory_group >= 2,
+            f"--save-memory-group {self.save_memory_group}: pass 2 or more nodes",
         )
         check(
             all(rank >= 0 for rank in self.profile_ranks),

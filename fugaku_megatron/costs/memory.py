@@ -39,6 +39,7 @@ from .stages import (
     virtual_stage_recompute_groups,
 )
 
+COPY_SLOTS = 2  # of --save-memory: the newest complete copy, and the next
 INT8_COPIES = 2  # of a weight, for forward and for data gradients
 
 
@@ -108,6 +109,7 @@ class Memory:
     """Bytes by use.
 
     saving: the copy that --async-save writes.
+    copies: of --save-memory, this rank's state and parity of others', twice.
     reused: activations whose memory gradients reuse later in the step.
     """
 
@@ -117,6 +119,7 @@ class Memory:
     activations: int
     logits: int
     saving: int = 0
+    copies: int = 0
     reused: int = 0
 
     @property
@@ -128,6 +131,7 @@ class Memory:
             + self.activations
             + self.logits
             + self.saving
+            + self.copies
             - self.reused
         )
 
@@ -327,6 +331,11 @@ def stage_memory(
             saving += masters
         if run.output.async_save:
             saving += masters + (0 if run.output.no_save_optim else saved_moments)
+    slots = 0
+    if run.output.save_memory:
+        state = masters + saved_moments
+        parity = -(-state // (run.output.save_memory_group - 1))
+        slots = COPY_SLOTS * (state + parity)
     live = live_bytes(run, stage, in_flight)
     packed = 0
     if run.system.int8:
@@ -340,5 +349,6 @@ def stage_memory(
         activations=live + posted_bytes(run, stage) + working,
         logits=logits,
         saving=saving,
+        copies=slots,
         reused=reused_bytes(run, layout, stage, live),
     )

@@ -27,7 +27,7 @@ from ..config.fields import check
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..host.cgroup import oom_kills
-from ..observe.export.hours import HOURS, append
+from ..observe.export.hours import HOURS, append, read_hours
 from ..start.exit_codes import ExitCode
 from ..text.named_files import read_text
 from ..text.numbers import say
@@ -192,7 +192,7 @@ class Supervisor:
         """Start until the run ends or restarts save no new checkpoint; return the exit code."""
         used = self.nodes.choose() if self.nodes else []
         while True:
-            before = self._saved()
+            before = self._reached()
             if self.stop.stop_requested:
                 return self._end(ExitCode.FINISHED, "asked to stop before the start")
             end = self._start(used)
@@ -200,7 +200,7 @@ class Supervisor:
             if not end.restarts:
                 return end.code
             saved = self._saved()
-            self.fruitless = 0 if saved > before else self.fruitless + 1
+            self.fruitless = 0 if self._reached() > before else self.fruitless + 1
             say(f"supervise: {end.text()}; the last checkpoint is of iteration {saved}")
             reason, code = self._reason_to_end(end)
             if reason:
@@ -209,8 +209,9 @@ class Supervisor:
             if self.nodes and not used:
                 return self._end(end.code, "the run does not fit on the remaining nodes")
             self.restarts += 1
+            newer = " or newer copies in memory" if self.run.output.save_memory else ""
             say(
-                f"supervise: restart {self.restarts} of {self.max_restarts} from iteration {saved}{self._place(used)}"
+                f"supervise: restart {self.restarts} of {self.max_restarts} from iteration {saved}{newer}{self._place(used)}"
             )
 
     def _reason_to_end(self, end: Ending) -> tuple[str, ExitCode]:
@@ -234,12 +235,23 @@ class Supervisor:
         except (ValueError, OSError):
             return 0
 
+    def _reached(self) -> int:
+        """Return the last checkpoint's iteration, or the last start's if copies in memory were newer."""
+        hours = self._hours()
+        starts: list[int] = []
+        if hours.is_file():
+            starts = [line["iteration"] for line in read_hours(hours) if line["event"] == "start"]
+        return max(self._saved(), *starts[-1:])
+
     def _record(self, end: Ending) -> None:
         """Note the end in the run's record of hours, if the trainer has begun one."""
-        hours = Path(self.run.output.save or "") / HOURS
+        hours = self._hours()
         if hours.is_file():
             with contextlib.suppress(OSError):  # not worth ending a run
                 append(hours, event="end", code=end.code)
+
+    def _hours(self) -> Path:
+        return Path(self.run.output.save or "") / HOURS
 
     def _start(self, used: Sequence[str]) -> Ending:
         with tempfile.TemporaryDirectory(prefix="supervise.") as folder:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..checkpoint.load import Checkpoint, open_checkpoint
@@ -32,8 +32,9 @@ from ..observe.export.history import HISTORY
 from ..observe.export.hours import HOURS
 from ..text.foreign_models import hub_note, is_hugging_face, no_checkpoint
 from ..text.named_files import JsonObject
-from ..training.checkpoints import ForeignModel, Progress, layout_record
+from ..training.checkpoints import ForeignModel, Progress
 from .loop import LOSS_CURVE
+from .memory_copies import InMemory, fits_layout
 
 OpenBase = Callable[[str, Comm, int | None], Checkpoint | ForeignModel]
 
@@ -129,17 +130,22 @@ def open_pretrained(directory: str, world: Comm, iteration: int | None = None) -
     return open_checkpoint(directory, world, iteration)
 
 
-def find_checkpoint(plan: Plan, world: Comm, open_base: OpenBase = open_pretrained) -> Resume:
+def find_checkpoint(
+    plan: Plan,
+    world: Comm,
+    open_base: OpenBase = open_pretrained,
+    memory: InMemory | None = None,
+) -> Resume:
     """Open the checkpoint of --load and --ckpt-step, or else of --pretrained-checkpoint.
     Collective.
 
     Raise ValueError for a --load without a checkpoint, or with weights alone and no
-    --finetune. open_base: opens the adapters' model
+    --finetune. open_base: opens the adapters' model. memory: copies that may be newer
     """
     run = plan.config
     output = run.output
     directory = output.load
-    checkpoint = _resumed(plan, directory, world) if directory else None
+    checkpoint = _resumed(plan, directory, world, memory) if directory else None
     with everywhere():
         _check_kind(run, checkpoint)
         check(
@@ -309,8 +315,8 @@ def _finetune(checkpoint: Checkpoint, base: Checkpoint | ForeignModel | None = N
     return Resume(checkpoint, config=checkpoint.config, finetune=True, base=base)
 
 
-def _resumed(plan: Plan, directory: str, world: Comm) -> Checkpoint | None:
-    """Open the checkpoint in --load, or a newer copy in --save-local; None if --load is empty. Collective."""
+def _resumed(plan: Plan, directory: str, world: Comm, memory: InMemory | None) -> Checkpoint | None:
+    """Open the checkpoint in --load, or a newer copy on the nodes; None if --load is empty. Collective."""
     output = plan.config.output
     step = output.ckpt_step
     if step is not None:
@@ -321,11 +327,15 @@ def _resumed(plan: Plan, directory: str, world: Comm) -> Checkpoint | None:
         return _megatron_run(plan.config, directory, world, None)
     iteration = on_root(world, lambda: _latest(directory, output.save))
     local = output.save_local
-    if local:
-        copied = _newest_copy(plan, directory, local, world)
-        if copied > (iteration or 0):
-            on_root(world, lambda: refuse_suspect(directory, copied), f"--load {directory}: ")
-            return open_copy(local, world, copied)
+    copied = _newest_copy(plan, directory, local, world) if local else 0
+    if memory is not None and memory.found.iteration > max(copied, iteration or 0):
+        number = memory.found.iteration
+        on_root(world, lambda: refuse_suspect(directory, number), f"--load {directory}: ")
+        if checkpoint := memory.open(world):
+            return checkpoint
+    if local and copied > (iteration or 0):
+        on_root(world, lambda: refuse_suspect(directory, copied), f"--load {directory}: ")
+        return open_copy(local, world, copied)
     if iteration is None:
         return None
     foreign = _megatron_run(plan.config, directory, world, iteration)
@@ -368,17 +378,7 @@ def _newest_copy(plan: Plan, load: str, local: str, world: Comm) -> int:
     name = run_name(load, world)
     if name is None:
         return 0
-    layout = layout_record(plan)
-    parallel = asdict(plan.config.parallel)
-
-    def fits(head: JsonObject) -> bool:
-        return (head["state"].get("run"), head["layout"], head["config"].get("parallel")) == (
-            name,
-            layout,
-            parallel,
-        )
-
-    return newest_everywhere(local, world, fits)
+    return newest_everywhere(local, world, fits_layout(plan, name))
 
 
 def _latest(directory: str, save: str | None) -> int | None:

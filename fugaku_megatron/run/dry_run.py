@@ -87,6 +87,7 @@ def _figures(memory: Memory) -> dict[str, int]:
         "activ.": memory.activations,
         "logits": memory.logits,
         "saving": memory.saving,
+        "copies": memory.copies,
         "reused": -memory.reused,
         "total": memory.total,
     }

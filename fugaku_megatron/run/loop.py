@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..checkpoint.memory_copy import MemoryCopies
 from ..checkpoint.save import BackgroundSave
 from ..config.run_config import RunConfig
 from ..costs.flops import hardware_flops
@@ -58,6 +59,8 @@ class Session:
     save_timer: runtime.ExitTimer = field(init=False)
     saving: BackgroundSave | None = None
     saved_iteration: int = 0  # of the last save that began
+    copies: MemoryCopies | None = None
+    copying: BackgroundSave | None = None  # to other nodes' memory
     picture: subprocess.Popen[bytes] | None = None  # process that draws the losses
     trained: bool = False  # an iteration in this process
     uncounted: int = 0  # iterations of this process without a counted label
@@ -86,8 +89,10 @@ class Session:
         if saved >= self.iterations:
             self.writer.print(f"nothing left to train: at iteration {saved} of {self.iterations}")
         end = saved if self._asked_to_leave() else self.iterations
+        self._complete_copy()
         while self.iteration < end:
             result, values = self._step()
+            self._finish_copy()  # before the iteration counts: at most --save-memory are repeated
             self._log(result, values)
             self._report_checksums()
             self._check_divergence(result)
@@ -100,6 +105,7 @@ class Session:
             self.save_due |= due or self._ends(self.config.output.save_interval)
             if reason:
                 self.writer.flush()
+            self._copy_if_due(reason)
             # Diverged weights must not replace good ones.
             if save and (reason or self.save_due and not self.skipped_in_a_row):
                 self._check_data()
@@ -113,6 +119,7 @@ class Session:
         if save and saved != self.iteration:
             self._save(save)
         self._finish_save()
+        self._remove_copies()
         if self.profile:
             self.profile.end(self.writer.print)
         self._await_picture()
@@ -290,6 +297,8 @@ class Session:
         self._leave(ExitCode.REPLICAS_DIFFER, self.trainer.describe_difference(found, save))
 
     def _leave(self, code: ExitCode, text: str) -> NoReturn:
+        if code == ExitCode.REPLICAS_DIFFER:
+            self._remove_copies()  # they may be suspect
         self.writer.flush()
         self.writer.event(self.iteration, text)
         raise SystemExit(code) from None
@@ -391,6 +400,44 @@ class Session:
         with (
             self.watchdog.heart.phase(f"save of iteration {iteration}"),
             self.telemetry.span(span, iteration=iteration),
+        ):
+            yield
+
+    def _complete_copy(self) -> None:
+        """Protect a state from which the run continues after it lost a node."""
+        if self.copies and self.copies.is_incomplete:
+            self._copy(self.copies)
+
+    def _copy_if_due(self, reason: str | None) -> None:
+        """Begin a copy unless the run ends, which saves, or weights diverge."""
+        due = self._ends(self.config.output.save_memory) and self.iteration < self.iterations
+        if self.copies and due and not (reason or self.skipped_in_a_row):
+            self._check_data()
+            self._compare_replicas()
+            self._copy(self.copies)
+
+    def _copy(self, copies: MemoryCopies) -> None:
+        """Copy the state to other nodes' memory during the next iteration."""
+        assert self.config.output.save
+        with self._copies():
+            self.copying = self.trainer.copy_in_background(copies, self.config.output.save)
+
+    def _remove_copies(self) -> None:
+        self._finish_copy()
+        if self.copies:
+            self.copies.remove()
+
+    def _finish_copy(self) -> None:
+        if self.copying:
+            with self._copies():
+                self.copying.finish()
+            self.copying = None
+
+    @contextmanager
+    def _copies(self) -> Iterator[None]:
+        with (
+            self.watchdog.heart.phase(f"copy after iteration {self.iteration}"),
+            self.telemetry.span(spans.COPY, iteration=self.iteration),
         ):
             yield
 

@@ -38,6 +38,7 @@ from .assemble import Assembly, StartLog, assemble, configure_process, resolve_s
 from .checkpoint_source import find_checkpoint, resumed_plan
 from .checks import check_outputs, check_run
 from .loop import Session
+from .memory_copies import copy_group, find_in_memory, open_copies
 from .sources import Sources
 
 
@@ -60,20 +61,27 @@ def start(
     place(watchdog, world, nodes)
     plan, sources = find_sources(plan, world, nodes)
     check_outputs(plan, sources.resume, world, nodes)
+    group, note = copy_group(plan, world, nodes, resumed=sources.resume.iteration is not None)
     machine = configure_process(plan, world, nodes)
     say(*announce(notes, plan, machine, nodes.count), *plan.choices)
     with everywhere():
         say(check_memory(plan, world, nodes), iteration_line(plan))
+    if sources.memory is not None:
+        say(*sources.memory.lines)
+    say(note)
     log = StartLog(watchdog.heart, telemetry, say=say, note=say)
-    return open_session(assemble(plan, world, nodes, sources, log), nodes, watchdog, log)
+    session = open_session(assemble(plan, world, nodes, sources, log), nodes, watchdog, log)
+    session.copies = open_copies(session.trainer, nodes, group, sources.memory)
+    return session
 
 
 def find_sources(plan: Plan, world: Comm, nodes: Nodes) -> tuple[Plan, Sources]:
     """Resolve the vocabulary and automatic choices, and find the checkpoint. Collective."""
 
     def find(resolved: Plan) -> tuple[Plan, Sources]:
-        resume = find_checkpoint(resolved, world)
-        return resumed_plan(resolved, resume), Sources(resume)
+        memory = find_in_memory(resolved, world, nodes)
+        resume = find_checkpoint(resolved, world, memory=memory)
+        return resumed_plan(resolved, resume), Sources(resume, memory=memory)
 
     return resolve_start(plan, world, nodes, find)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..checkpoint.load import Checkpoint
 from ..checkpoint.manifest import CARRIED, TRACKER, join, list_iterations
+from ..checkpoint.memory_copy import FLAG
 from ..checkpoint.trusted import fault_note, suspects
 from ..comm.agreement import on_root
 from ..comm.base import Comm
@@ -55,6 +56,8 @@ def _resume(trainer: Trainer, checkpoint: Checkpoint, resume: Resume) -> Iterato
     trainer.load(checkpoint)
     _carry(trainer, checkpoint)
     source = checkpoint.node or run.output.load
+    if checkpoint.flag == FLAG:
+        source = f"copies in memory ({FLAG})"
     adapting = f", adapters of {resume.base.directory}" if resume.base else ""
     yield f"resumed from {source} at iteration {trainer.progress.iteration}{adapting}"
     yield from machine_fault_note(trainer, checkpoint)

@@ -10,6 +10,7 @@ from ..convert.weights import Weights
 from ..data.token_arrays import TokenArrays
 from ..text.named_files import JsonObject
 from .checkpoint_source import Resume
+from .memory_copies import InMemory
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Sources:
     carried: directory with the model's tokenizer files.
     tokenizer: identity of the run's tokenizer.
     arrays: documents in memory, by their names in the data flags.
+    memory: copies on the nodes, from which `resume` may be.
     samples: training and validation samples to open, None for every validation sample once; without them the plan's.
     """
 
@@ -28,6 +30,7 @@ class Sources:
     carried: Path | None = None
     tokenizer: JsonObject | None = None
     arrays: Mapping[str, TokenArrays] = field(default_factory=dict)
+    memory: InMemory | None = None
     samples: tuple[int, int | None] | None = None
 
     @property

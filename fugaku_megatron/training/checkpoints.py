@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..checkpoint.load import Checkpoint, load_shards, open_checkpoint
 from ..checkpoint.manifest import Description, Folders
+from ..checkpoint.memory_copy import MemoryCopies
 from ..checkpoint.node_copy import node_first_steps
 from ..checkpoint.save import (
     BackgroundSave,
@@ -143,9 +144,8 @@ class TrainingState:
         }
         return state
 
-    def _save_steps(self, directory: str, shards: list[Shard], node_first: bool = False) -> Steps:
-        local = self.run.output.save_local
-        description = Description(
+    def _description(self) -> Description:
+        return Description(
             self.progress.iteration,
             layout_record(self.plan),
             asdict(self.run),
@@ -153,6 +153,10 @@ class TrainingState:
             self.run.output.keep_last,
             self.run.output.save_retain_interval,
         )
+
+    def _save_steps(self, directory: str, shards: list[Shard], node_first: bool = False) -> Steps:
+        local = self.run.output.save_local
+        description = self._description()
         if local and node_first:
             return node_first_steps(
                 local,
@@ -237,6 +241,17 @@ class TrainingState:
             self._snapshot = Snapshot(shards)
         copies = self._snapshot.take(shards) if self._snapshot else shards
         return BackgroundSave(self._save_steps(directory, copies, node_first=True))
+
+    def copy_in_background(self, copies: MemoryCopies, directory: str) -> BackgroundSave:
+        """Begin to copy the state to the memory of other nodes. Collective.
+
+        The previous copy must be finished. Errors: see `save`.
+        """
+        self.check_replicas(directory)
+        description = self._description()
+        state = {**description.state, "no_optimizer": False}
+        shards = self._shards(weights_only=False)
+        return BackgroundSave(copies.steps(shards, replace(description, state=state)))
 
     def load(self, source: str | Checkpoint, weights_only: bool = False) -> JsonObject:
         """Resume from a checkpoint in any layout, or from the latest in a directory; return its

@@ -34,6 +34,7 @@ TIMED = (
     spans.AUDIT,
     spans.SAVE,
     spans.FINALIZE,
+    spans.COPY,
     spans.EVALUATE,
 )
 

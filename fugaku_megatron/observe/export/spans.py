@@ -27,6 +27,7 @@ ITERATION = "megatron.train.iteration"
 AUDIT = f"{ITERATION}.audit"  # of this program alone
 SAVE = "megatron.checkpoint.save"
 FINALIZE = "megatron.checkpoint.save.finalize"
+COPY = "megatron.checkpoint.copy"  # of --save-memory, which Megatron-LM does not have
 EVALUATE = "megatron.evaluate"
 SPANS = {
     STARTUP: SpanRow("job"),
@@ -41,6 +42,7 @@ SPANS = {
     AUDIT: SpanRow("step", goodput=False),
     SAVE: SpanRow("checkpoint"),
     FINALIZE: SpanRow("checkpoint"),
+    COPY: SpanRow("checkpoint"),
     EVALUATE: SpanRow("evaluate", goodput=False),
     f"{EVALUATE}.step": SpanRow("evaluate", goodput=False),
 }

@@ -33,6 +33,7 @@ CAUSES = {
     "first iteration": "beyond a later one: memory and kernels' times",
     "saving": "saves, and waits for background saves",
     "audit": "iterations of other ranks, comparisons of results and state",
+    "copying": "copies of the state in other nodes' memory",
     "repeated": "iterations that a later start computed again",
     "fault": "from the last log line to the end of a start that failed",
     "hang": "the same of a start that hung",
@@ -149,6 +150,7 @@ class EffectiveTime:
             "audit": seconds[spans.AUDIT],
             "load": seconds[spans.LOAD],
             "saving": seconds[spans.SAVE] + seconds[spans.FINALIZE],
+            "copying": seconds[spans.COPY],
             EVALUATION: seconds[spans.EVALUATE],
         }
         if first := seconds[spans.FIRST_ITERATION]:

@@ -2,14 +2,17 @@
 
 The process that draws the losses after a save takes longer than a run. It ends at once. FAULT_GRADIENT is
 rank,call,element,mark: that call to attention's backward on that rank leaves a NaN in its result, and creates the file `mark`.
-FAULT_HOLD is mark:iteration:...; after each of these iterations, the first time, the last rank waits to be killed. `mark`.iteration
-is then a link to its process number. FAULT_HOLD_IMPORT is a mark: every rank creates `mark`.process and waits in an import until a
-signal comes. FAULT_LOCK is file:beat:patience: the lock of --save has these seconds and another kernel, as on another node, and
-`file` gets a line for each call that changes a file: time, process, event, path.
+FAULT_HOLD is mark:iteration:...; after each of these iterations, the first time, the last rank waits to be killed.
+`mark`.iteration is then a link to its process number. FAULT_HOLD_IMPORT is a mark: every rank creates `mark`.process and waits
+in an import until a signal comes. FAULT_NODES is a file with the node of each rank, and a folder after a colon with a folder
+for each node, which takes the place of its /dev/shm for copies of the state. FAULT_LOCK is file:beat:patience: the lock of
+--save has these seconds and another kernel, as on another node, and `file` gets a line for each call that changes a file: time,
+process, event, path.
 """
 
 import importlib.util
 import os
+import platform
 import signal
 import sys
 import time
@@ -19,6 +22,8 @@ KERNELS = "fugaku_megatron._kernels"
 TRAINER = "fugaku_megatron.training.trainer"
 META = "torch._meta_registrations"
 LOCK = "fugaku_megatron.checkpoint.lock"
+SLOT = "fugaku_megatron.checkpoint.memory_slot"
+RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
 CHANGES = ("os.rename", "os.link", "os.mkdir", "shutil.rmtree")  # audit events
 USERS_OF_META = ("torch._dynamo", "transformers")
 GENERATOR_METACLASSES = (  # torch 2.15, 2.13
@@ -115,6 +120,22 @@ def await_signal(mark):
     signal.set_wakeup_fd(before)
 
 
+def emulate_node(places, folder):
+    """Give this rank's node its own name, and its own memory for copies of the state."""
+    rank = next((os.environ[name] for name in RANKS if name in os.environ), None)
+    if rank is None:
+        return
+    name = Path(places).read_text().split()[int(rank)]
+    own = Path(folder) / name
+    platform.node = lambda: name
+
+    def change(module):
+        own.mkdir(exist_ok=True)
+        module.memory_folder = lambda run: own / "copies"
+
+    sys.meta_path.insert(0, Changed(SLOT, change))
+
+
 def shorten_lock(module, beat, patience):
     module.BEAT = float(beat)
     module.PATIENCE = float(patience)
@@ -149,6 +170,8 @@ if "FAULT_HOLD_IMPORT" in os.environ:
     sys.meta_path.insert(
         0, Changed(TRAINER, lambda module: await_signal(os.environ["FAULT_HOLD_IMPORT"]))
     )
+if "FAULT_NODES" in os.environ:
+    emulate_node(*os.environ["FAULT_NODES"].split(":"))
 if "FAULT_LOCK" in os.environ:
     changes, *seconds = os.environ["FAULT_LOCK"].split(":")
     trace_changes(changes)

@@ -1,0 +1,200 @@
+"""Lost ranks and nodes of small runs with copies in memory: what is repeated, and the bits at the end.
+
+    python -m tests.campaigns.memory --count 60 --seed 1 --results memory.jsonl --write   the table of docs/reliability.md
+    python -m tests.campaigns.memory --count 5 --seed 1 --first 20                        these kills again
+
+Runs take five kills each, in all layouts in turn, with MPICH and Open MPI if both are installed. --results gets a line for each run,
+and the same command continues an interrupted campaign. A run must end with the bits of an undisturbed one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from fugaku_megatron.checkpoint.manifest import read_manifest
+from fugaku_megatron.cli.parser import Parser
+from fugaku_megatron.config.fields import check
+from tests.campaigns.faults import jobs
+from tests.campaigns.memory.trial import (
+    KILLS,
+    KINDS,
+    LAYOUTS,
+    MEMORY,
+    PARTNERS,
+    SAVE,
+    SPARE,
+    Kill,
+    Trial,
+    starts,
+)
+from tests.mpi import launch
+
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "reliability.md"
+BEGIN = "<!-- memory: written by python -m tests.campaigns.memory --write -->\n"
+END = "<!-- end of memory -->\n"
+Record = dict[str, Any]  # of a run in --results
+
+
+def parser() -> argparse.ArgumentParser:
+    made = Parser(prog="python -m tests.campaigns.memory", description=__doc__)
+    made.add_argument("--count", type=int, default=60)
+    made.add_argument("--seed", type=int, default=1)
+    made.add_argument("--first", type=int, default=0, help="number of the first kill")
+    made.add_argument("--results", type=Path, metavar="FILE")
+    made.add_argument("--write", action="store_true", help="write the table of docs/reliability.md")
+    return made
+
+
+def draw_kinds(rng: random.Random) -> list[str]:
+    """Return a run's kills in order: there is one spare node, and one lost group."""
+    others = [kind for kind in KINDS if kind not in (SPARE, PARTNERS)]
+    kinds = [SPARE, PARTNERS, *(rng.choice(others) for _ in range(KILLS - 2))]
+    rng.shuffle(kinds)
+    return kinds
+
+
+def final(folder: Path, iterations: int) -> Record:
+    """Return each file's CRC-32 in the last checkpoint."""
+    manifest = read_manifest(folder / "save", iterations)
+    return {name: entry["crc32"] for name, entry in manifest["files"].items()}
+
+
+class Campaign:
+    """Runs in a folder, with an undisturbed one for each layout and MPI."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self._folder = folder
+        self._seed = seed
+        self._data = jobs.write_data(folder)
+        self._mpis = [mpi for mpi in (launch.mpich(), launch.openmpi()) if mpi is not None]
+        check(self._mpis, launch.MISSING["mpich"])
+        self._references: dict[tuple[str, str, int], Record] = {}
+
+    def run(self, number: int, kills: int = KILLS) -> Record:
+        """Run number `number` of a seed."""
+        rng = random.Random(f"{self._seed} {number}")
+        name = list(LAYOUTS)[number % len(LAYOUTS)]
+        mpi = self._mpis[number // len(LAYOUTS) % len(self._mpis)]
+        trial = self._trial(f"run{number}", name, mpi, rng, draw_kinds(rng)[:kills])
+        code, text = trial.run()
+        found = [Kill(kind, *start) for kind, start in zip(trial.kinds, starts(text))]
+        ended = code == 0 and final(trial.folder, trial.iterations)
+        same = ended == self._reference(name, mpi, trial.kinds)
+        left = [str(path) for path in (trial.folder / "nodes").glob("*/copies")]
+        right = same and not left and len(found) == kills and all(kill.is_right for kill in found)
+        return {
+            "seed": self._seed,
+            "number": number,
+            "layout": name,
+            "mpi": mpi.name,
+            "kills": found,
+            "same": same,
+            "right": right,
+            "text": "" if right else text,
+        }
+
+    def _trial(
+        self, folder: str, name: str, mpi: launch.MPI, rng: random.Random, kinds: Sequence[str]
+    ) -> Trial:
+        place = self._folder / folder
+        place.mkdir()
+        return Trial(place, self._data, LAYOUTS[name], mpi, rng, kinds)
+
+    def _reference(self, name: str, mpi: launch.MPI, kinds: Sequence[str]) -> Record:
+        key = (name, mpi.name, len(kinds))
+        if key not in self._references:
+            folder = f"whole{len(self._references)}"
+            trial = self._trial(folder, name, mpi, random.Random(0), kinds)
+            job = jobs.start(trial.undisturbed(), **mpi.variables())
+            assert job.end() == 0, job.text()
+            self._references[key] = final(trial.folder, trial.iterations)
+        return self._references[key]
+
+
+def outcomes(seed: int, numbers: Sequence[int], results: Path | None) -> Iterator[Record]:
+    """Yield the outcome of each run, from the file if it has it."""
+    done: dict[int, Record] = {}
+    if results is not None and results.exists():
+        lines = map(json.loads, results.read_text().splitlines())
+        done = {line["number"]: line for line in lines if line["seed"] == seed}
+    with tempfile.TemporaryDirectory(prefix="memory.", dir="/dev/shm") as folder:
+        campaign = Campaign(Path(folder), seed)
+        for number in numbers:
+            if number not in done:
+                done[number] = campaign.run(number)
+                if results is not None:
+                    with results.open("a") as file:
+                        file.write(json.dumps(done[number]) + "\n")
+            record = done[number]
+            yield {**record, "kills": [Kill(*kill) for kill in record["kills"]]}
+
+
+def row(kind: str, layout: str, kills: Sequence[Kill], different: int) -> str:
+    """Return a table's row. different: runs with other bits at the end"""
+    repeated = [kill.repeated for kill in kills]
+    counts = f"{median(repeated):.0f}, {max(repeated)}" if repeated else ""
+    memory = sum(kill.source == MEMORY for kill in kills)
+    save = sum(kill.source == SAVE for kill in kills)
+    rest = len(kills) - memory - save
+    return (
+        f"| {kind} | {layout} | {len(kills)} | {memory} | {save} | {rest} | {counts} | "
+        f"{sum(not kill.is_right for kill in kills)} | {different} |"
+    )
+
+
+def table(records: Sequence[Record], command: str) -> str:
+    rows = [
+        "| lost | layout | kills | from memory | from `--save` | from the beginning | iterations repeated: median, most | more than "
+        "allowed | runs with other bits |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for kind in KINDS:
+        for layout in LAYOUTS:
+            runs = [record for record in records if record["layout"] == layout]
+            kills = [kill for record in runs for kill in record["kills"] if kill.kind == kind]
+            rows.append(row(kind, layout, kills, sum(not record["same"] for record in runs)))
+    every = [kill for record in records for kill in record["kills"]]
+    rows.append(row("sum", "", every, sum(not record["same"] for record in records)))
+    return f"`{command}`:\n\n" + "\n".join(rows) + "\n"
+
+
+def write(text: str) -> None:
+    before, rest = DOCUMENT.read_text().split(BEGIN)
+    after = rest.split(END)[1]
+    DOCUMENT.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(given)
+    check(args.count > 0, f"--count {args.count}: pass a number above 0")
+    numbers = range(args.first // KILLS, -(-(args.first + args.count) // KILLS))
+    records = []
+    for record in outcomes(args.seed, numbers, args.results):
+        records.append(record)
+        verdict = "right" if record["right"] else f"WRONG {record['text'][-3000:]}"
+        kills = "; ".join(
+            f"{kill.kind}: {kill.source}, {kill.repeated}" for kill in record["kills"]
+        )
+        print(
+            f"{record['number']} {record['layout']}, {record['mpi']}: {kills}: {verdict}",
+            flush=True,
+        )
+    first = f" --first {args.first}" if args.first else ""
+    command = f"python -m tests.campaigns.memory --count {args.count} --seed {args.seed}{first}"
+    text = table(records, command)
+    print(text)
+    if args.write:
+        write(text)
+    return int(not all(record["right"] for record in records))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
