@@ -241,7 +241,7 @@ class Supervisor:
         starts: list[int] = []
         if hours.is_file():
             starts = [line["iteration"] for line in read_hours(hours) if line["event"] == "start"]
-        return max(self._saved(), *starts[-1:])
+        return max([self._saved(), *starts[-1:]])
 
     def _record(self, end: Ending) -> None:
         """Note the end in the run's record of hours, if the trainer has begun one."""

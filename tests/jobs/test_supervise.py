@@ -279,6 +279,24 @@ def test_restarts_that_gain_nothing_end(planned):
     assert said[-1] == f"{FRUITLESS} restarts in a row made no new checkpoint; exit code 5"
 
 
+def test_starts_from_newer_copies_in_memory_gain_something(planned, tmp_path, monkeypatch):
+    """Each start continues where the one before had its last copy, and none saves."""
+    hours = tmp_path / "save" / HOURS
+    hours.parent.mkdir()
+    hours.touch()
+    waiting = supervise.Launcher.wait
+
+    def wait(launcher):
+        append(hours, event="start", begun=0, iteration=10 * len(read_hours(hours)))
+        return waiting(launcher)
+
+    monkeypatch.setattr(supervise.Launcher, "wait", wait)
+    job = planned(*["5 0"] * 5, "0 9")
+    code, said = job.end("--max-restarts 9", train="--save-memory 2")
+    assert code == 0 and len(job.calls()) == 6
+    assert said[-1] == "restart 5 of 9 from iteration 0 or newer copies in memory"
+
+
 def test_restarts_are_counted(planned):
     job = planned("1 1", "1 2", "1 3")
     assert job.end("--max-restarts 1") == (
