@@ -53,6 +53,7 @@ COLLECTIONS = {
     "clocks_ghz": list,
     "peak_tflops": dict,
     "native": dict,
+    "core": dict,
 }  # all others are numbers
 
 
@@ -61,6 +62,7 @@ WHOLE_NUMBERS = ("units", "threads", "ranks_per_node")
 
 OPTIONAL = (
     "native",
+    "core",
     "int8_curves",
     "process_mib",
     "slow_reduce_gbs",
@@ -118,6 +120,7 @@ class Machine:
     native: dict[str, float] = field(
         default_factory=dict
     )  # fields of parameters.Parameters that calibrate measured here
+    core: dict[str, float] = field(default_factory=dict)  # fields of micro_kernel.Core
     process_mib: float | None = (
         None  # MiB of a rank of this project before it has tensors, measured by calibrate
     )
@@ -282,6 +285,7 @@ def _check_kinds(values: JsonObject) -> None:
         *parts,
         *values.get("peak_tflops", {}).values(),
         *values.get("native", {}).values(),
+        *values.get("core", {}).values(),
     ):
         if not isinstance(part, (int, float)):
             raise TypeError(f"{part!r:.60} is not a number")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -22,7 +22,8 @@ from ..config.layout import Layout
 from ..config.recipes import GPT2_VOCABULARY
 from ..config.run_config import RunConfig
 from ..text.named_files import JsonObject
-from . import machine, peak_memory, search, software
+from . import machine, micro_kernel, peak_memory, search, software
+from .forward import Forward, forward
 from .model import Prediction, predict
 from .system import System
 
@@ -53,6 +54,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--nodes", type=int, required=True, help="nodes of the job")
     group.add_argument("--ranks-per-node", type=int, help="default: 1 on a64fx, 8 on a100")
     group.add_argument("--json", action="store_true", help="print JSON alone")
+    group.add_argument(
+        "--forward",
+        action="store_true",
+        help="parts of a forward pass of one micro-batch instead, each layer's experts divided over the nodes",
+    )
+    group.add_argument(
+        "--matmul",
+        type=int,
+        nargs=3,
+        metavar=("M", "N", "K"),
+        help="an INT8 matmul on the threads of a rank instead, without quantization and packing",
+    )
     arguments.add_train_flags(parser)
 
 
@@ -182,8 +195,72 @@ def fitting(run: RunConfig, system: System) -> Iterator[Layout]:
             yield layout
 
 
+def matmul_json(shape: Sequence[int], system: System) -> JsonObject:
+    """Return the rounded time and share of an INT8 matmul. shape: (m, n, k)"""
+    check(min(shape) > 0, f"--matmul {' '.join(map(str, shape))}: pass three numbers above 0")
+    m, n, k = shape
+    threads = system.machine.threads // system.ranks_per_node
+    found = micro_kernel.int8_matmul(system.machine, (m, n, k), threads)
+    return {
+        "microseconds": round(found.seconds * 1e6, 2),
+        "share_of_int8_peak": round(found.share, 4),
+        "lower": round(found.low, 4),
+        "upper": round(found.high, 4),
+        "threads": threads,
+    }
+
+
+def forward_json(found: Forward) -> JsonObject:
+    """Return the rounded seconds of a forward pass, and seconds and share of each part with bounds."""
+    parts = {}
+    for name, seconds in found.seconds.items():
+        low, high = found.bounds(name)
+        parts[name] = {
+            "seconds": round(seconds, 6),
+            "share": round(found.share(name), 4),
+            "lower": round(low, 4),
+            "upper": round(high, 4),
+        }
+    low, high = found.total_bounds
+    return {
+        "seconds_of_forward": round(found.total, 6),
+        "lower": round(low, 6),
+        "upper": round(high, 6),
+        "parts": parts,
+    }
+
+
+def matmul_text(shape: Sequence[int], found: JsonObject) -> str:
+    m, n, k = shape
+    return (
+        f"INT8 matmul ({m}, {k}) x ({k}, {n}) on {found['threads']} threads: {found['microseconds']} us, "
+        f"{found['share_of_int8_peak']:.2f} of the peak (model; {found['lower']:.2f} to {found['upper']:.2f})"
+    )
+
+
+def forward_text(found: JsonObject) -> str:
+    lines = [
+        f"{found['seconds_of_forward']:.4g} s for a forward pass (model; nine of ten runs: {found['lower']:.4g} to "
+        f"{found['upper']:.4g})"
+    ]
+    lines += [
+        f"  {name:<22}{part['seconds']:>10.4g} s {part['share']:>7.1%}  ({part['lower']:.1%} to {part['upper']:.1%})"
+        for name, part in found["parts"].items()
+    ]
+    return "\n".join(lines)
+
+
 def main(args: argparse.Namespace) -> int:
+    """Print the prediction of a run, of a forward pass or of a matmul."""
     system = system_of(args)
+    if args.matmul:
+        found = matmul_json(args.matmul, system)
+        print(json.dumps(found) if args.json else matmul_text(args.matmul, found))
+        return 0
+    if args.forward:
+        found = forward_json(forward(run_of(args, system), system))
+        print(json.dumps(found) if args.json else forward_text(found))
+        return 0
     run = system.software.cut(run_of(args, system))
     run, _ = search.resolve(run, layout_of(run, system), system)
     prediction = predict(run, system)

@@ -259,6 +259,11 @@ def _forward(record: Record, options: _MatmulOptions) -> Work:
     return Work(matmuls=matmuls, collectives=_once(record.forward))
 
 
+def forward_matmuls(run: RunConfig, software: Software, record: Record) -> Work:
+    """Return a record's matmuls in forward, without collectives and element-wise work."""
+    return Work(matmuls=_forward(record, _MatmulOptions.of(run, software)).matmuls)
+
+
 def _backward(record: Record, options: _MatmulOptions) -> Work:
     matmuls = []
     quantized = options.quantized(record, weight_gradient=True)

@@ -141,7 +141,7 @@ def test_programs_and_flags_exist(document):
 def test_documents_have_commands_and_every_change_is_in_use():
     pages = (
         "chat clusters data evaluation fugaku install library measuring megatron models monitoring "
-        "performance-model pytorch reliability report tables training"
+        "performance-model predictions pytorch reliability report tables training"
     )
     names = {f"docs/{page}.md" for page in pages.split()}
     assert set(DOCUMENTS_WITH_COMMANDS) == {"README.md", *names}

@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +21,20 @@ def test_every_constant_has_a_source(name):
     assert loaded.peak_tflops["fp32"] > 0 and loaded.gemm_curves and loaded.name == name
 
 
+def test_the_table_of_machines_names_every_assumed_constant():
+    text = (Path(__file__).resolve().parents[2] / "docs" / "performance-model.md").read_text()
+    rows = [line.split("|")[1:] for line in text.splitlines() if line.startswith("| `")]
+    named = {
+        name: set(re.findall(r"`(\w+)`", row[2]))
+        for row in rows
+        for name in re.findall(r"`([\w-]+)`", row[0])
+    }
+    for name in machine.names():
+        sources = machine.load(name).sources
+        assumed = {constant for constant, source in sources.items() if "assumed" in source}
+        assert named[name] == assumed, name
+
+
 @pytest.mark.parametrize(
     "name, cores, operations, units",
     [
@@ -27,6 +43,8 @@ def test_every_constant_has_a_source(name):
         ("graviton4", 2 * 96, 32, 2),
         ("grace", 2 * 72, 31, 2),
         ("graviton3", 64, 32, 1),
+        ("lx2", 2 * 304, 32, 16),
+        ("fugakunext-cpu", 2 * 144, 32, 2),
     ],
 )
 def test_peaks_of_servers_are_cores_times_operations_a_cycle(name, cores, operations, units):
