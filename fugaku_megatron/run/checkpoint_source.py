@@ -65,6 +65,13 @@ class Resume:
         return None if self.checkpoint is None or self.finetune else self.checkpoint.iteration
 
     @property
+    def source(self) -> str:
+        """The flag with the checkpoint's place, or nothing for a new run."""
+        if self.checkpoint is None or self.finetune:
+            return ""
+        return self.checkpoint.flag if self.checkpoint.node else "--load"
+
+    @property
     def progress(self) -> Progress:
         return Progress(**self.state.get("progress", {}))
 

@@ -13,7 +13,6 @@ from ..cli.arguments import Arguments
 from ..comm.agreement import Nodes, everywhere, find_nodes, on_root
 from ..comm.base import Comm
 from ..config.faults import COMPARISON_INTERVAL
-from ..config.run_config import RunConfig
 from ..costs.plan import Plan
 from ..host import allocator
 from ..host.allocator import peak_memory_mib
@@ -70,7 +69,8 @@ def start(
         say(*sources.memory.lines)
     say(note)
     log = StartLog(watchdog.heart, telemetry, say=say, note=say)
-    session = open_session(assemble(plan, world, nodes, sources, log), nodes, watchdog, log)
+    assembly = assemble(plan, world, nodes, sources, log)
+    session = open_session(assembly, nodes, watchdog, log, sources.resume.source)
     session.copies = open_copies(session.trainer, nodes, group, sources.memory)
     return session
 
@@ -86,8 +86,13 @@ def find_sources(plan: Plan, world: Comm, nodes: Nodes) -> tuple[Plan, Sources]:
     return resolve_start(plan, world, nodes, find)
 
 
-def open_session(assembly: Assembly, nodes: Nodes, watchdog: Watchdog, log: StartLog) -> Session:
-    """Open the outputs of an assembled run. Collective."""
+def open_session(
+    assembly: Assembly, nodes: Nodes, watchdog: Watchdog, log: StartLog, source: str = ""
+) -> Session:
+    """Open the outputs of an assembled run. Collective.
+
+    source: flag of the checkpoint's place
+    """
     trainer = assembly.trainer
     world = trainer.world
     plan = trainer.plan
@@ -108,7 +113,7 @@ def open_session(assembly: Assembly, nodes: Nodes, watchdog: Watchdog, log: Star
             log_file=run.output.log_file,
             writers=(
                 *open_writers(run, plan.iteration, printing, log.say),
-                *open_hours(run, plan.iteration, printing, log.telemetry),
+                *(open_hours(plan, log.telemetry, source) if printing else ()),
                 log.telemetry,
             ),
         ),
@@ -135,19 +140,18 @@ def open_session(assembly: Assembly, nodes: Nodes, watchdog: Watchdog, log: Star
     )
 
 
-def open_hours(
-    run: RunConfig, start_iteration: int, printing: bool, telemetry: Telemetry
-) -> list[Hours]:
-    """Return the writer of hours.jsonl in --save, on the printing rank."""
-    output = run.output
-    if not (output.save and printing):
+def open_hours(plan: Plan, telemetry: Telemetry, source: str) -> list[Hours]:
+    """Return the writer of hours.jsonl in --save, for the printing rank."""
+    output = plan.config.output
+    if not output.save:
         return []
     saving = "save"
     if output.save_local:
         saving = "save_local"
     elif output.async_save:
         saving = "async_save"
-    return [Hours(Path(output.save) / HOURS, start_iteration, telemetry.times, saving)]
+    path = Path(output.save) / HOURS
+    return [Hours(path, plan.iteration, telemetry.times, saving, source)]
 
 
 def open_telemetry(plan: Plan, world: Comm) -> Telemetry:

@@ -120,6 +120,13 @@ def test_the_picture_has_a_column_of_all_causes_for_each_day(tmp_path, monkeypat
     assert heights == pytest.approx([100, 100, 50]) and len(axes.containers) == 2
 
 
+def test_starts_from_copies_in_memory_are_named():
+    copied = iterations(1110, 20, 10, iteration=15, copy=2)
+    found = EffectiveTime([*FIRST[:2], copied, {**start(1120, 20), "source": "--save-memory"}])
+    assert found.from_memory == 1 and found.seconds["copying"] == 2
+    assert "in 2 starts, 1 from copies in memory (measured)" in found.text()[0]
+
+
 def test_a_run_records_its_starts(tmp_path, command, monkeypatch):
     """Two starts of a run: their seconds add up to the time between the first process and the last line."""
     monkeypatch.chdir(tmp_path)

@@ -2,7 +2,7 @@
 
 Each line is a JSON object with the `time` of its writing, in seconds since 1970, and an `event`:
     start       `begun`, when the process began; `iteration`, from which the run continues; `job`, the scheduler's number;
-                `saving`, the flag of config/output.py by which checkpoints are saved
+                `saving`, the flag of config/output.py by which checkpoints are saved; `source`, the flag of the checkpoint's place
     iterations  `iteration`, the last one; `count`, how many; `seconds`, by span of spans.py, since the line before; `saves`, begun
     end         `code` of the job's exit, written by `supervise`
 """
@@ -60,10 +60,12 @@ class Hours(Writer):
     """Writer of a start's lines, into a copy of the file: a job that has lost --save to this one writes into the old file.
 
     times: filled by the telemetry and cleared by each line
-    saving: see `start` above
+    saving, source: see `start` above
     """
 
-    def __init__(self, path: Path, start_iteration: int, times: SpanTimes, saving: str) -> None:
+    def __init__(
+        self, path: Path, start_iteration: int, times: SpanTimes, saving: str, source: str = ""
+    ) -> None:
         make_folder(path.parent)
         aside = path.with_name(path.name + ".tmp")
         write_text(aside, path.read_text(errors="replace") if path.exists() else "")
@@ -78,6 +80,7 @@ class Hours(Writer):
             iteration=start_iteration,
             job=scheduler_job(),
             saving=saving,
+            source=source,
         )
 
     def record(self, kind: str, values: dict[str, Any]) -> None:

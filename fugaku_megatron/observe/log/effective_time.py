@@ -69,10 +69,15 @@ class Trained(NamedTuple):
 
 
 class EffectiveTime:
-    """A run's periods by cause. starts: how many"""
+    """A run's periods by cause.
+
+    starts: how many
+    from_memory: starts from copies in other nodes' memory
+    """
 
     def __init__(self, lines: Sequence[JsonObject]) -> None:
         self.starts = 0
+        self.from_memory = 0
         self._periods: list[Period] = []
         self._trained: list[Trained] = []
         self._iteration_seconds = _typical(lines)
@@ -114,9 +119,10 @@ class EffectiveTime:
             if round(value):
                 share = f"{100 * value / total:.1f} %"
                 rows.append((duration_text(value), share, f"{cause}: {CAUSES[cause]}"))
+        from_memory = f", {self.from_memory} from copies in memory" if self.from_memory else ""
         heading = (
             f"effective training time: {100 * self.share:.1f} % of {duration_text(total)} in "
-            f"{plural(self.starts, 'start')} (measured)"
+            f"{plural(self.starts, 'start')}{from_memory} (measured)"
         )
         return [heading, "", *pipe_table(rows)]
 
@@ -128,6 +134,8 @@ class EffectiveTime:
             cause = "waiting" if line.get("job") == self._job else SCHEDULER
             self._add(cause, self._until, begun - self._until)
         self.starts += 1
+        if line.get("source") == "--save-memory":
+            self.from_memory += 1
         self._job = line.get("job")
         self._until = begun
         kept = []
