@@ -51,7 +51,7 @@ def group_of(world: Comm, nodes: Nodes, size: int) -> Comm:
     """Build the communicator of this rank's group. Collective."""
     groups = node_groups(nodes.count, size)
     number = next(index for index, group in enumerate(groups) if nodes.number in group)
-    return world.split(number * world.size + nodes.ranks.rank, nodes.number)
+    return world.split(number * nodes.ranks.size + nodes.ranks.rank, nodes.number)
 
 
 def _finish(handles: Sequence[Handle]) -> None:

@@ -20,6 +20,7 @@ from ..layout_check.check import Files, Report, check_layout
 from ..start.exit_codes import ExitCode
 from .assemble import build_trainer, configure_process
 from .limits import MachineLimits
+from .memory_copies import copies_lines
 
 
 class LayoutDiffers(RuntimeError):
@@ -81,7 +82,7 @@ def check_run_layout(run: RunConfig, world: Comm, files: Files) -> Report:
             files=files._replace(folder=folder),
         )
     if world.rank == 0:
-        print(*libraries, *report.lines[:-1], sep="\n", flush=True)
+        print(*libraries, *copies_lines(plan), *report.lines[:-1], sep="\n", flush=True)
     if not report.agrees:
         raise LayoutDiffers(report.lines[-1])
     if world.rank == 0:

@@ -77,6 +77,18 @@ def find_in_memory(plan: Plan, world: Comm, nodes: Nodes) -> InMemory | None:
     return InMemory(folder, nodes, find_copies(folder, world, nodes, fits_layout(plan, name)))
 
 
+def copies_lines(plan: Plan) -> list[str]:
+    """Return the log's line about the memory of copies, if the run makes any."""
+    output = plan.config.output
+    if not output.save_memory:
+        return []
+    largest = max(memory.copies for memory in plan.memory) / 2**20
+    return [
+        f"copies in memory every {output.save_memory} iterations: {largest:.0f} MiB of the largest rank, twice its state with parity "
+        f"of 1/{output.save_memory_group - 1} of it (model)"
+    ]
+
+
 def copy_group(plan: Plan, world: Comm, nodes: Nodes, resumed: bool) -> tuple[int, str]:
     """Return the nodes of a group, 0 for no copies, and a line for the log. Collective.
 
@@ -99,7 +111,8 @@ def copy_group(plan: Plan, world: Comm, nodes: Nodes, resumed: bool) -> tuple[in
     with everywhere():
         check(not problem, f"{FLAG} {output.save_memory}: {problem}")
     check_room(plan, world, nodes)
-    return min(size, nodes.count), ""
+    (line,) = copies_lines(plan)
+    return min(size, nodes.count), line
 
 
 def check_room(plan: Plan, world: Comm, nodes: Nodes) -> None:

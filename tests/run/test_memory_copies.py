@@ -74,7 +74,8 @@ class Runs:
                     made.run()
             except Stopped:
                 made.copying = None
-            return losses, [line for line in lines if line]
+            size = "copies in memory every 2 iterations: "
+            return losses, [line for line in lines if line and not line.startswith(size)]
 
         return ThreadWorld(len(self.cluster.places)).run(rank)[0]
 
@@ -186,6 +187,25 @@ def test_too_little_memory_is_refused(tmp_path, monkeypatch):
     message = refusal(["a", "b"], tmp_path, hidden_size=512)
     assert "MiB on node" in message and "has 5 MiB left" in message
     assert "a larger --save-memory-group" in message
+
+
+def test_a_start_says_the_size(tmp_path):
+    cluster = Cluster(tmp_path, ["a", "b", "c"])
+    run = small_run(
+        save=str(tmp_path),
+        save_memory=10,
+        save_memory_group=3,
+        hidden_size=512,
+        global_batch_size=6,
+    )
+    plan = Plan.of(run, 3)
+
+    def rank(world):
+        return copy_group(plan, world, cluster.nodes(world), resumed=False)
+
+    mib = round(plan.memory[0].copies / 2**20)
+    line = f"copies in memory every 10 iterations: {mib} MiB of the largest rank, twice its state with parity of 1/2 of it (model)"
+    assert ThreadWorld(3).run(rank) == [(3, line)] * 3
 
 
 @pytest.mark.parametrize(
