@@ -1,4 +1,4 @@
-"""Fields for silent faults: replica comparison, audits, checksums, repeated iterations."""
+"""Fields for silent faults: replica comparison, audits, repeated iterations."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from .fields import (
     NOT_NEGATIVE,
     cached_hash,
-    check,
     free_option,
-    free_optional,
     free_switch,
 )
 from .rules import CheckedFields
@@ -47,20 +45,8 @@ class NumbersConfig(CheckedFields):
         "deviations, and by 1 %",
         needs="rerun_on_spike",
     )
-    abft: tuple[str, ...] | None = free_optional(
-        "layers with checksums of their matmuls, experts included: numbers from 0, or all, which includes the "
-        "logits and Muon; attention's own matmuls and routers are not checked. A rank with "
-        "wrong matmuls in three iterations of 100 ends the run",
-    )
 
     def _derive(self) -> None:
         name = "check_weight_hash_across_dp_replicas_interval"
         if getattr(self, name) is None:  # as saved by earlier versions
             object.__setattr__(self, name, COMPARISON_INTERVAL)
-
-    def _check(self) -> None:
-        for layer in self.abft or ():
-            check(
-                layer == "all" or (layer.isascii() and layer.isdecimal()),
-                f"--abft {layer}: pass numbers of layers, from 0, or all",
-            )

@@ -58,7 +58,6 @@ class RunConfig:
         self._check_lengths()
         self._check_kernels()
         self._check_divided_experts()
-        self._check_abft()
         self._check_lora()
 
     def _check_lengths(self) -> None:
@@ -133,26 +132,9 @@ class RunConfig:
         others = {
             "--fp32-matmul bf16x3": system.splits_fp32,
             "--fp16-accumulation-chunk": system.fp16_accumulation_chunk is not None,
-            "--abft": bool(self.numbers.abft),
         }
         for other, given in others.items():
             check(not given, f"--int8 does not work with {other}: leave one of them out")
-
-    def _check_abft(self) -> None:
-        layers = self.numbers.abft
-        if not layers:
-            return
-        count = self.model.num_layers
-        beyond = next((layer for layer in layers if layer != "all" and int(layer) >= count), None)
-        check(
-            beyond is None,
-            f"--abft {beyond}: the model has layers 0 to {count - 1}: pass some of them, or all",
-        )
-        check(
-            self.system.kernels != "torch" and self.system.fp16_accumulation_chunk is None,
-            "--abft is for the C++ kernels with sums in FP32: leave out "
-            "--kernels torch and --fp16-accumulation-chunk, or leave --abft out",
-        )
 
     def _check_lora(self) -> None:
         output = self.output
@@ -170,10 +152,6 @@ class RunConfig:
         check(
             not self.parallel.tp_comm_overlap,
             f"{given} is not supported with --tp-comm-overlap: leave one of them out",
-        )
-        check(
-            not self.numbers.abft,
-            f"{given} is not supported with --abft: leave one of them out",
         )
         check(
             not self.optimizer.muon,

@@ -93,9 +93,7 @@ def small_runs(plan: Plan) -> Iterator[Plan]:
                 precision=_precision(run),
                 output=OutputConfig(),
                 data=replace(run.data, skip_samples=None),
-                numbers=replace(
-                    run.numbers, abft=None, check_weight_hash_across_dp_replicas_interval=0
-                ),
+                numbers=replace(run.numbers, check_weight_hash_across_dp_replicas_interval=0),
             )
             fitting = Plan.of(small, world_size)
         except ValueError as error:

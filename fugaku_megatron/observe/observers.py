@@ -30,7 +30,6 @@ from .export.telemetry import Telemetry
 from .hang.hang_verdict import LISTENERS, Address, Link, open_socket, own_address, parent
 from .hang.heartbeat import Heartbeat
 from .hang.watchdog import Watchdog
-from .numbers.abft import Checksums
 from .profile.profile import Profile
 
 NAMES = {
@@ -116,13 +115,10 @@ class Observers:
     phases: Phases
     beats: Heartbeats
     profile: Profile | None
-    checksums: Checksums | None = None
     telemetry: Telemetry = field(default_factory=Telemetry)
 
     def kernels(self, library: Any) -> Any:
-        if self.profile:
-            library = self.profile.kernels(library)
-        return self.checksums.observe(library) if self.checksums else library
+        return self.profile.kernels(library) if self.profile else library
 
     def groups(self, groups: Groups) -> Groups:
         groups = self.phases.groups(self.beats.groups(groups))

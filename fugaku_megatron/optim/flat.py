@@ -283,12 +283,6 @@ class FlatParameters:
             if first < last:
                 yield parameter, begin, first, last
 
-    def owner(self, tensor: Tensor) -> FlatParameter | None:
-        """Return the parameter whose values or gradients contain `tensor`'s start, or None."""
-        element = _offset(tensor, self.values)
-        element = self.gradients.find(tensor) if element is None else element
-        return None if element is None else self.parameters[bisect_right(self.starts, element) - 1]
-
     def _replace(self, stage: nn.Module, declared: list[ModelParameter]) -> list[FlatParameter]:
         new: dict[nn.Parameter, FlatParameter] = {}
         bucket_starts = [bucket.start for bucket in self.buckets]

@@ -23,7 +23,6 @@ from ..nn.ops import FAMILIES
 from ..observe.export import spans
 from ..observe.export.telemetry import Telemetry
 from ..observe.hang.heartbeat import Heartbeat
-from ..observe.numbers.abft import Checksums
 from ..observe.observers import Heartbeats, Observers
 from ..observe.profile.profile import Profile
 from ..observe.resources.memory_watch import rank_bytes
@@ -141,7 +140,6 @@ def assemble(
             Phases(),
             Heartbeats(log.heart, Grid(*plan.layout.sizes), world.rank),
             Profile(run, plan.layout, world) if run.output.profile else None,
-            Checksums(run.numbers.abft) if run.numbers.abft else None,
             log.telemetry,
         )
         trainer = Trainer(
@@ -157,8 +155,6 @@ def assemble(
             phase=observers.telemetry.phase,
             order=resume.order,
         )
-        if observers.checksums:
-            observers.checksums.watch(trainer.optimizer.flat)
         trainer.data_files = on_root(world, lambda: records(data))
         sizes = valid_sizes(plan, valid, world)
     if (run.training.eval_iters or run.training.full_validation) and not sizes:

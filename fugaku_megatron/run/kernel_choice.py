@@ -11,7 +11,6 @@ from ..config.run_config import RunConfig
 from ..costs.plan import Plan
 from ..host import kernels
 from ..nn.ops import FAMILIES, Int8, Ops
-from ..observe.numbers.abft import ALL
 from .kernel_timing import kernel_table, measure_kernels
 
 
@@ -67,34 +66,6 @@ def _native_matmuls(run: RunConfig) -> Iterator[str]:
         yield f"partial sums of {length} terms in FP16, added up in FP32"
     if run.lora.base_in_int8:
         yield "frozen weights of linear layers stored in INT8"
-    if run.numbers.abft:
-        yield checked_matmuls(run)
-
-
-def checked_matmuls(run: RunConfig) -> str:
-    """Return the log's text on matmuls that --abft checks, and on matmuls without a check."""
-    model = run.model
-    layers = run.numbers.abft or ()
-    whole = ALL in layers
-    checked = ["of all layers" if whole else f"of layers {' '.join(layers)}"]
-    if model.num_experts:
-        checked.append("with their experts")
-    if whole:
-        checked.append("and of the logits")
-        if run.optimizer.muon:
-            checked.append("and of Muon")
-    left_out = ["attention's own (scores and values)"]
-    dense = model.activation in model.mlps or model.moe_shared_expert_intermediate_size
-    if dense and not model.gated:
-        left_out.append(
-            "the gradient of an MLP's inner tensor, which the kernel multiplies by the "
-            "activation's derivative"
-        )
-    if model.num_experts:
-        left_out.append("routers")
-    if not whole:
-        left_out.append("other layers and the logits")
-    return f"matmuls {' '.join(checked)} checked by checksums; not checked: {', '.join(left_out)}"
 
 
 def _choose_backends(plan: Plan, world: Comm, saved: dict[str, str] | None) -> Choice:

@@ -24,7 +24,6 @@ from ..observe.hang.watchdog import Watchdog
 from ..observe.log import loss_plot
 from ..observe.log.expert_load import ExpertWatch
 from ..observe.log.iteration_metrics import IterationMetrics
-from ..observe.numbers.abft import Checksums
 from ..observe.numbers.nonfinite import find_nonfinite
 from ..observe.observer import Observer
 from ..observe.profile.profile import Profile
@@ -50,7 +49,6 @@ class Session:
     observers: Sequence[Observer] = ()
     watchdog: Watchdog = field(default_factory=Watchdog.off)
     telemetry: Telemetry = field(default_factory=Telemetry)
-    checksums: Checksums | None = None
     signals: StopSignals = field(default_factory=StopSignals)
     skipped_in_a_row: int = 0  # without a falling loss scale
     explained: int = 0  # searches for the first Inf or NaN
@@ -94,7 +92,6 @@ class Session:
             result, values = self._step()
             self._finish_copy()  # before the iteration counts: at most --save-memory are repeated
             self._log(result, values)
-            self._report_checksums()
             self._check_divergence(result)
             if self._ends(self.config.numbers.check_weight_hash_across_dp_replicas_interval):
                 self._compare_replicas()
@@ -222,34 +219,6 @@ class Session:
         if logs:
             for observer in self.observers:
                 observer.report(self.iteration)
-
-    def _report_checksums(self) -> None:
-        """Log a wrong matmul. SystemExit(REPLICAS_DIFFER) without a save if a rank repeats it."""
-        if self.checksums is None:
-            return
-        text = self.checksums.report(self.trainer.world)
-        if not text:
-            return
-        iteration = self.iteration
-        self.writer.event(iteration, f"wrong matmul in iteration {iteration}: {text}")
-        if self.checksums.persistent is None:
-            return
-        self._finish_save()
-        why = f"{self.checksums.persistent}, up to iteration {iteration}"
-        since = self.checksums.stayed_since
-        trusted = None
-        if save := self.config.output.save:
-            suspect_from = None if since is None else iteration - since
-            trusted = self.trainer.record_fault(save, why, suspect_from).trusted
-        advice = (
-            "start anew"
-            if trusted is None
-            else f"continue from a checkpoint of iteration {trusted} or before"
-        )
-        self._leave(
-            ExitCode.REPLICAS_DIFFER,
-            f"faulty core: {why}. Nothing is saved: {advice}, without that node",
-        )
 
     def _check_divergence(self, result: IterationResult) -> None:
         """Raise SystemExit(ExitCode.DIVERGED) after DIVERGED_STEPS skipped steps in a row without a falling loss scale.

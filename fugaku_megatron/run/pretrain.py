@@ -136,7 +136,6 @@ def open_session(
         ),
         watchdog=watchdog,
         telemetry=log.telemetry,
-        checksums=observers.checksums,
     )
 
 

@@ -300,7 +300,6 @@ def test_ranges_cover_every_parameter_once_and_shards_are_aligned(layout):
                 p.data_ptr() == flat.values[start:].data_ptr()
                 and flat.gradients.find(p.main_grad) == start
             )
-            assert flat.owner(p) is p is flat.owner(p.main_grad)
             covered[start:end] -= 1
         assert not covered.any(), "padding is in no range, and nothing is covered twice"
         small = "ddp_bucket_size" in layout or optimizer.groups.dp.size == 1
