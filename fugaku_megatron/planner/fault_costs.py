@@ -164,7 +164,7 @@ def modelled(plan: LayoutCandidate, rate: float) -> Costs:
         wait[LOCAL] = BEGIN + load[LOCAL]
         wait[COPY] = delay[LOCAL] = 0.0
         delay[COPY] = stored
-    if nodes > 1 and hasattr(plan.run.output, MEMORY):
+    if nodes > 1:
         load[MEMORY] = own / (machine.link_gbs * GB)
         wait[MEMORY] = BEGIN + snapshot
         delay[MEMORY] = max(load[MEMORY], plan.seconds)  # sent during the next iteration
@@ -213,6 +213,15 @@ def measured(costs: Costs, lines: Sequence[JsonObject]) -> Costs:
 
 
 def _saves(costs: Costs, lines: Sequence[JsonObject], seconds: dict[str, float]) -> Costs:
+    copies = sum(line.get("copies", 0) for line in lines)
+    if copies:
+        costs = replace(
+            costs,
+            wait=costs.wait | {MEMORY: seconds.get("copying", 0.0) / copies},
+            delay={MEMORY: costs.iteration} | costs.delay,
+            load={MEMORY: 0.0} | costs.load,
+            measured=costs.measured | {f"wait {MEMORY}"},
+        )
     saves = sum(line.get("saves", 0) for line in lines)
     if not saves:
         return costs

@@ -95,7 +95,7 @@ def daly_interval(wait: float, mtbf: float) -> float:
 def rates(strategy: Strategy, faults: Faults) -> list[float]:
     """Return the faults per second after which each group's copies are the newest that survive.
 
-    A node's copy in another node's memory is lost if that node fails before the next copy.
+    A lost node's state is lost in memory, too, if the node with its copy fails during the restart.
     """
     left = dict(faults.shares)
     found = []
@@ -103,8 +103,8 @@ def rates(strategy: Strategy, faults: Faults) -> list[float]:
         survived = [kind for kind in left if any(kind in each.survives for each in group)]
         share = sum(left.pop(kind) for kind in survived)
         if NODE in survived and not any(WIDE in each.survives for each in group):
-            exposed = max(each.interval for each in group)
-            pairs = faults.shares[NODE] * min(1.0, 2 * exposed / faults.mtbf)
+            restart = newest(group, NODE).restart[NODE]
+            pairs = faults.shares[NODE] * min(1.0, restart / faults.mtbf)
             share -= pairs
             left[WIDE] += pairs
         found.append(share * faults.rate)

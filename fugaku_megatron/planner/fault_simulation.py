@@ -59,7 +59,7 @@ class Run:
         self.running = 0.0  # seconds of iterations, kept or not
         self._complete = [0 for _ in self.copies]  # iteration of the newest complete copy
         self._pending: list[tuple[float, int, int]] = []  # time of completion, copies, iteration
-        self._exposed: set[int] = set()  # nodes whose loss would be the loss of a node's last copy
+        self._exposed: set[int] = set()  # nodes with the last copy of a lost node's state
         self._kinds = list(faults.shares)
         self._weights = list(faults.shares.values())
         self._fault_time = self._next_fault()
@@ -115,14 +115,13 @@ class Run:
             begin = self.time
             survived = self._pass(seconds)
             self.seconds[RESTART] += self.time - begin
+        self._exposed.clear()  # a start makes the lost copies again
 
     def _finish_copies(self) -> None:
         """Count the copies that were complete before the fault; the others are lost with the processes."""
         for time, index, iteration in self._pending:
             if time <= self.time:
                 self._complete[index] = iteration
-                if NODE in self.copies[index].survives:
-                    self._exposed.clear()
         self._pending.clear()
 
     def _lose(self) -> float:
@@ -133,7 +132,7 @@ class Run:
             node = self.draw.randrange(self.faults.nodes)
             if node in self._exposed:
                 worst = WIDE
-            self._exposed |= {node, (node + 1) % self.faults.nodes}
+            self._exposed.add(node ^ 1)  # nodes are paired
         left = [i for i, each in enumerate(self.copies) if worst in each.survives]
         found = max(left, key=lambda index: self._complete[index])
         self.iteration = self._complete[found]

@@ -388,7 +388,7 @@ class Session:
     def _copy(self, copies: MemoryCopies) -> None:
         """Copy the state to other nodes' memory during the next iteration."""
         assert self.config.output.save
-        with self._copies():
+        with self._copies(spans.COPY):
             self.copying = self.trainer.copy_in_background(copies, self.config.output.save)
 
     def _remove_copies(self) -> None:
@@ -398,15 +398,15 @@ class Session:
 
     def _finish_copy(self) -> None:
         if self.copying:
-            with self._copies():
+            with self._copies(spans.COPY_FINALIZE):
                 self.copying.finish()
             self.copying = None
 
     @contextmanager
-    def _copies(self) -> Iterator[None]:
+    def _copies(self, span: str) -> Iterator[None]:
         with (
             self.watchdog.heart.phase(f"copy after iteration {self.iteration}"),
-            self.telemetry.span(spans.COPY, iteration=self.iteration),
+            self.telemetry.span(span, iteration=self.iteration),
         ):
             yield
 

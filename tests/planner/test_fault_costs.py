@@ -56,16 +56,15 @@ def test_modelled_seconds_are_bytes_over_rates():
     assert costs.wait[SAVE] == BEGIN + costs.load[SAVE]
     assert costs.load[LOCAL] == pytest.approx(whole / 384 / machine.node_storage_gbs / 1e9)
     assert costs.wait[ASYNC] < costs.wait[LOCAL]
-    if MEMORY in costs.wait:
-        assert costs.load[MEMORY] == pytest.approx(whole / 384 / machine.link_gbs / 1e9)
-        assert costs.delay[MEMORY] == found.seconds  # an iteration is longer than the message
+    assert costs.load[MEMORY] == pytest.approx(whole / 384 / machine.link_gbs / 1e9)
+    assert costs.delay[MEMORY] == found.seconds  # an iteration is longer than the message
     assert costs.detect[NODE] == 10 * found.seconds > costs.detect[PROCESS]
     assert costs.besides == 0 and not costs.measured
     assert modelled(found, 2 * rate).load[SAVE] == costs.load[SAVE] / 2
     audited = best_plan(f"{LAYOUT_30B} --audit-interval 200")
     assert modelled(audited, rate).besides == 1 / 200 + COMPARED
     flags = [[each.flag for group in strategy for each in group] for strategy in costs.strategies()]
-    assert [SAVE] in flags and [ASYNC] in flags and [LOCAL, COPY] in flags
+    assert flags == [[SAVE], [ASYNC], [MEMORY, ASYNC], [LOCAL, COPY]]
 
 
 def test_moments_of_other_formats_are_saved_as_they_are_and_8_bits_as_fp32():
@@ -124,6 +123,17 @@ def test_a_history_replaces_the_models_seconds(tmp_path):
     sources = {meaning: source for _, source, meaning in costs.rows()}
     assert sources["training waits for a copy: --save"] == "measured"
     assert sources["training waits for a copy: --async-save"] == "model"
+
+
+def test_copies_in_memory_are_measured_by_their_own_seconds(tmp_path):
+    """An exchange that begins after one line may end after the next one."""
+    begun = iterations(204, 60, 10, iteration=20, copy=2) | {"copies": 1}
+    ended = iterations(226, 70, 10, iteration=20, copy_finalize=2) | {"copies": 0}
+    text = [json.dumps(each) + "\n" for each in (*HISTORY, begun, ended)]
+    (tmp_path / HOURS).write_text("".join(text))
+    costs = measured(modelled(best_plan(), 100.0), read_history(tmp_path))
+    assert costs.wait[MEMORY] == pytest.approx(4) and f"wait {MEMORY}" in costs.measured
+    assert costs.wait[SAVE] == pytest.approx(6.5)
 
 
 @pytest.mark.parametrize(

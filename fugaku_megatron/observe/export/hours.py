@@ -3,7 +3,8 @@
 Each line is a JSON object with the `time` of its writing, in seconds since 1970, and an `event`:
     start       `begun`, when the process began; `iteration`, from which the run continues; `job`, the scheduler's number;
                 `saving`, the flag of config/output.py by which checkpoints are saved; `source`, the flag of the checkpoint's place
-    iterations  `iteration`, the last one; `count`, how many; `seconds`, by span of spans.py, since the line before; `saves`, begun
+    iterations  `iteration`, the last one; `count`, how many; `seconds`, by span of spans.py, since the line before; `saves` and
+                `copies` in other nodes' memory that have begun
     end         `code` of the job's exit, written by `supervise`
 """
 
@@ -35,6 +36,7 @@ TIMED = (
     spans.SAVE,
     spans.FINALIZE,
     spans.COPY,
+    spans.COPY_FINALIZE,
     spans.EVALUATE,
 )
 
@@ -99,6 +101,7 @@ class Hours(Writer):
             count=iteration - self._iteration,
             seconds={name: round(value, 3) for name, value in self._times.seconds.items()},
             saves=self._times.counts[spans.SAVE],
+            copies=self._times.counts[spans.COPY],
         )
         self._times.clear()
         self._iteration = iteration

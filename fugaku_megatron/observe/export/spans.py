@@ -28,6 +28,7 @@ AUDIT = f"{ITERATION}.audit"  # of this program alone
 SAVE = "megatron.checkpoint.save"
 FINALIZE = "megatron.checkpoint.save.finalize"
 COPY = "megatron.checkpoint.copy"  # of --save-memory, which Megatron-LM does not have
+COPY_FINALIZE = "megatron.checkpoint.copy.finalize"
 EVALUATE = "megatron.evaluate"
 SPANS = {
     STARTUP: SpanRow("job"),
@@ -43,6 +44,7 @@ SPANS = {
     SAVE: SpanRow("checkpoint"),
     FINALIZE: SpanRow("checkpoint"),
     COPY: SpanRow("checkpoint"),
+    COPY_FINALIZE: SpanRow("checkpoint"),
     EVALUATE: SpanRow("evaluate", goodput=False),
     f"{EVALUATE}.step": SpanRow("evaluate", goodput=False),
 }

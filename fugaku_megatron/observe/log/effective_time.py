@@ -158,7 +158,7 @@ class EffectiveTime:
             "audit": seconds[spans.AUDIT],
             "load": seconds[spans.LOAD],
             "saving": seconds[spans.SAVE] + seconds[spans.FINALIZE],
-            "copying": seconds[spans.COPY],
+            "copying": seconds[spans.COPY] + seconds[spans.COPY_FINALIZE],
             EVALUATION: seconds[spans.EVALUATE],
         }
         if first := seconds[spans.FIRST_ITERATION]:
