@@ -26,8 +26,8 @@ pytestmark = pytest.mark.campaigns
 
 
 @pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=list(LAYOUTS))
-def test_kills_repeat_few_iterations_and_change_no_bit(number, tmp_path):
-    record = Campaign(tmp_path, seed=5).run(number, kills=2)
+def test_kills_repeat_few_iterations_and_change_no_bit(number, mpi, tmp_path):
+    record = Campaign(tmp_path, 5, [mpi]).run(number, kills=2)
     assert record["right"], record["text"][-5000:]
     assert all(kill.repeated <= INTERVAL for kill in record["kills"] if kill.kind != PARTNERS)
 

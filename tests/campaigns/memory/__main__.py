@@ -68,14 +68,13 @@ def final(folder: Path, iterations: int) -> Record:
 
 
 class Campaign:
-    """Runs in a folder, with an undisturbed one for each layout and MPI."""
+    """Runs in a folder, with an undisturbed one for each layout and MPI. mpis: in turn"""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, mpis: Sequence[launch.MPI]) -> None:
         self._folder = folder
         self._seed = seed
         self._data = jobs.write_data(folder)
-        self._mpis = [mpi for mpi in (launch.mpich(), launch.openmpi()) if mpi is not None]
-        check(self._mpis, launch.MISSING["mpich"])
+        self._mpis = mpis
         self._references: dict[tuple[str, str, int], Record] = {}
 
     def run(self, number: int, kills: int = KILLS) -> Record:
@@ -125,8 +124,10 @@ def outcomes(seed: int, numbers: Sequence[int], results: Path | None) -> Iterato
     if results is not None and results.exists():
         lines = map(json.loads, results.read_text().splitlines())
         done = {line["number"]: line for line in lines if line["seed"] == seed}
+    mpis = [mpi for mpi in (launch.mpich(), launch.openmpi()) if mpi is not None]
+    check(mpis, launch.MISSING["mpich"])
     with tempfile.TemporaryDirectory(prefix="memory.", dir="/dev/shm") as folder:
-        campaign = Campaign(Path(folder), seed)
+        campaign = Campaign(Path(folder), seed, mpis)
         for number in numbers:
             if number not in done:
                 done[number] = campaign.run(number)
