@@ -27,7 +27,7 @@ pytestmark = pytest.mark.campaigns
 
 @pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=list(LAYOUTS))
 def test_kills_repeat_few_iterations_and_change_no_bit(number, mpi, tmp_path):
-    record = Campaign(tmp_path, 5, [mpi]).run(number, kills=2)
+    record = Campaign(tmp_path, 31, [mpi]).run(number, kills=2)
     assert record["right"], record["text"][-5000:]
     assert all(kill.repeated <= INTERVAL for kill in record["kills"] if kill.kind != PARTNERS)
 
