@@ -121,17 +121,17 @@ def check_room(plan: Plan, world: Comm, nodes: Nodes) -> None:
     stage = Grid(*plan.layout.sizes).coords(world.rank)[1]
     needed = int(nodes.ranks.all_reduce(torch.tensor(plan.memory[stage].copies)))
     folder = memory_folder(run_name(output.save or "", world, make=True) or "")
-    has = free_bytes(folder)
-    agree(
-        world,
-        lambda: check(
+
+    def has_room() -> None:
+        has = free_bytes(folder)
+        check(
             needed <= has,
             f"{FLAG} {output.save_memory}: the copies need {needed / 2**20:.0f} MiB on node {platform.node()} and {SHARED_MEMORY} "
             f"has {has / 2**20:.0f} MiB left: remove copies of ended jobs ({folder.parent}/fugaku_megatron_memory_*), pass a larger "
             "--save-memory-group, start fewer ranks on a node, or omit the flag",
-        ),
-        name_rank=False,
-    )
+        )
+
+    agree(world, has_room, name_rank=False)
 
 
 def open_copies(
