@@ -63,6 +63,7 @@ class Engine:
     crowded: more ranks than cores, so a waiting rank sleeps as well
     waits: called with True and False around a wait for other ranks beyond PATIENCE
     own_core: nothing else runs on the thread's core
+    leaves: the process ends, so waits in shared memory raise RuntimeError
     """
 
     def __init__(
@@ -75,6 +76,8 @@ class Engine:
         self.crowded = crowded
         self.waits = waits
         self.own_core = False
+        self.leaves = False
+        self._ended = False
         self._orders: deque[Operation] = deque()
         self._channels: dict[Hashable, deque[Operation]] = {}
         self._active: list[Operation] = []
@@ -95,7 +98,19 @@ class Engine:
         self.start(steps()).wait()
         return results[0]
 
+    def end(self, finalize: Callable[[], object]) -> None:
+        """Call finalize() on the thread and end it: MPI aborts a process that tests a request later."""
+
+        def last() -> None:
+            self._ended = True
+            finalize()
+
+        self.call(last)
+
     def start(self, steps: Steps, channel: Hashable = None, memory: Any = None) -> Operation:
+        """Start an operation. RuntimeError after `end`."""
+        if self._ended:
+            raise RuntimeError("MPI has ended in this process")
         operation = Operation(self, steps, channel or object(), memory)
         with self._wake:
             self._orders.append(operation)
@@ -129,7 +144,7 @@ class Engine:
     def _run(self) -> None:
         nap = SHORTEST_NAP
         idle = 0
-        while True:
+        while not self._ended:
             with self._wake:
                 awake = self._waiting or self.own_core and self._active
                 if not self._orders and not awake:
@@ -178,6 +193,8 @@ class Engine:
     def _progress(self) -> bool:
         moved = False
         for operation in list(self._active):
+            if self._ended:
+                break
             try:
                 requests = operation.requests
                 complete = requests() if callable(requests) else self.test(requests)

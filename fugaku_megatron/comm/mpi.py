@@ -75,7 +75,7 @@ def _initialise(engine: Engine, level: str) -> MPIComm:
         library.MPI_Init_thread(None, None, asked, ctypes.byref(ctypes.c_int()))
         for comm in (MPI.COMM_SELF, MPI.COMM_WORLD):
             comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py raises them
-        atexit.register(engine.call, library.MPI_Finalize)
+        atexit.register(engine.end, library.MPI_Finalize)
     engine.test = MPI.Request.Testall
     return MPIComm(MPI, MPI.COMM_WORLD, engine)
 

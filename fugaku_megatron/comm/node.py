@@ -154,7 +154,8 @@ class NodeComm(MPIComm):
             if not ready(PATIENCE):
                 with self.engine.waiting():
                     while not ready(PATIENCE):
-                        pass
+                        if self.engine.leaves:
+                            raise RuntimeError("the process ends before its collective")
         return DONE
 
     # Steps in shared memory, or MPI's ---------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ the first group. Left out: groups with devices other than the CPU, sparse tensor
 # torch's stubs overload its methods and leave out what its modules export.
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import threading
@@ -20,6 +21,7 @@ from datetime import timedelta
 from functools import lru_cache, reduce, wraps
 from queue import SimpleQueue
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,7 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from ..comm.base import COMM_DTYPES, Comm, SoloComm
+from ..comm.engine import PATIENCE, Engine
 from ..comm.job import end_job_with_exceptions, init, leave_unstarted
 from ..comm.mpi import MPIComm
 from ..comm.node import share_node
@@ -49,6 +52,7 @@ GRACE = 3.0  # seconds in which the other waiting ranks say that they wait
 NO_TIMEOUT = timedelta(0)
 # Groups by name and ranks: torch uses a name again after destroy_process_group.
 _created: Counter[int] = Counter()
+_groups: WeakSet[MPIProcessGroup] = WeakSet()
 
 
 class TimedOut(RuntimeError):
@@ -63,6 +67,7 @@ def start_mpi() -> Comm:
     world = init()
     if world.size > 1:
         end_job_with_exceptions(world)
+        atexit.register(stop_threads, world.engine)
     if environment.HYDRA in os.environ:
         host = socket.gethostname()
         places = world.all_gather_object((host, os.getpid()))
@@ -70,6 +75,18 @@ def start_mpi() -> Comm:
             {rank: pid for rank, (at, pid) in enumerate(places) if at == host}, world.rank
         )
     return world
+
+
+def stop_threads(engine: Engine) -> None:
+    """End the groups' threads, after GRACE seconds also in the middle of a collective: MPI and Python cannot end around them."""
+    for group in _groups:
+        group.abort()
+    end = time.monotonic() + GRACE
+    for group in _groups:
+        group.thread.join(max(0.0, end - time.monotonic()))
+    engine.leaves = True
+    for group in _groups:
+        group.thread.join(2 * PATIENCE)
 
 
 def mpi_world(timeout: timedelta) -> Comm:
@@ -244,10 +261,11 @@ class MPIProcessGroup(dist.ProcessGroup):
         self._count = 0
         self._ended = False
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(
+        self.thread = threading.Thread(
             target=self._work, name=f"collectives of {self._label}", daemon=True
         )
-        self._thread.start()
+        self.thread.start()
+        _groups.add(self)
 
     # Names that torch's C++ and Python read.
 
@@ -269,8 +287,8 @@ class MPIProcessGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Free the communicators if all ranks end the group within GRACE seconds and no collective is missing a rank."""
         self.abort()
-        self._thread.join(GRACE)
-        if not self._thread.is_alive() and all_came(self._store, "ends", self.comm.size):
+        self.thread.join(GRACE)
+        if not self.thread.is_alive() and all_came(self._store, "ends", self.comm.size):
             for comm in self._freed:
                 comm.free()
 

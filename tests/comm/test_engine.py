@@ -134,3 +134,16 @@ def test_no_naps_on_a_core_of_its_own(library, naps):
     operation.wait()
     library.settle()
     assert set(naps) <= {None}  # it sleeps only while nothing is under way
+
+
+def test_nothing_is_tested_after_the_end(library):
+    """MPI aborts a process that tests a request after MPI_Finalize."""
+    library.operation("a")
+    library.settle()
+    tests = []
+    library.engine.end(lambda: tests.append(library.tests))
+    library.engine._thread.join(10)
+    assert not library.engine._thread.is_alive()
+    assert tests == [library.tests]
+    with pytest.raises(RuntimeError, match="MPI has ended"):
+        library.operation("b")

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -346,6 +347,23 @@ def waits() -> None:
     assert x.tolist() == [2.0] * 3
     dist.destroy_process_group()
     say("ok waits")
+
+
+def unfinished() -> None:
+    """Catch the time-out of a collective that rank 1 never starts, and end with an exit code."""
+    dist.init_process_group("fugaku")
+    reduces = partial(dist.all_reduce, torch.ones(3))
+    for collective in (reduces, dist.barrier):  # in shared memory, and by MPI
+        group = dist.new_group(timeout=timedelta(seconds=1))
+        if dist.get_rank() == 0:
+            try:
+                collective(group=group)
+            except RuntimeError as error:
+                assert "rank(s) 1 did not come" in str(error), error
+                say("ok timed out")
+        dist.barrier()
+    say("ok unfinished")
+    sys.exit(7)
 
 
 def many_groups() -> None:
