@@ -100,13 +100,15 @@ class Segment(NamedTuple):
 
     queries, keys: of a sample.
     first_query: position of the first query; the first key of the segment has 0. A query sees no key after its position.
-    starts: int32 (1, positions), the first key that each position sees; None: all see the first key.
+    starts: int32 (1, positions), first position of each position's document; None: all are of one document.
+    window: keys up to its own position that a query sees of its document; None: all.
     """
 
     queries: slice
     keys: slice
     first_query: int
     starts: Tensor | None = None
+    window: int | None = None
 
     def tensors(self, packed: Packed) -> list[Tensor]:
         """Return the segment's rows (q, 1, (n + 2 g) d), and its pairs (k, 1, 2 g d) if there are any."""
@@ -124,7 +126,14 @@ class Segment(NamedTuple):
             return
         positions = max(self.first_query + len(inputs[0]), len(inputs[1]))
         getattr(kernels, f"attention_part_{name}")(
-            *inputs, *others, positions, self.first_query, 0, starts=self.starts, **dropout
+            *inputs,
+            *others,
+            positions,
+            self.first_query,
+            0,
+            starts=self.starts,
+            window=self.window,
+            **dropout,
         )
 
 
@@ -144,20 +153,34 @@ def _visible_ranges(mask: Tensor) -> tuple[list[int], list[int]] | None:
     return begin.tolist(), (begin + count).tolist()
 
 
-def _segment(first: int, begin: list[int], end: list[int], step: int) -> Segment:
-    """Build the segment of queries from `first` on. begin, end: their visible keys. step: see `_segments`"""
+def _segment(first: int, begin: list[int], end: list[int], step: int) -> Segment | None:
+    """Build the segment of queries from `first` on, or return None if no documents and window have their visible keys.
+
+    begin, end: visible keys of each query.
+    step: see `_segments`.
+    """
     keys = slice(begin[0], end[-1])
     count = keys.stop - keys.start
     first_query = end[0] - 1 - keys.start if step else count
     queries = slice(first, first + len(begin))
     if begin[0] == begin[-1]:
         return Segment(queries, keys, first_query)
-    starts = torch.zeros(1, first_query + len(begin), dtype=torch.int32)
-    starts[0, first_query:] = torch.tensor(begin) - keys.start
-    return Segment(queries, keys, first_query, starts)
+    offsets = [each - keys.start for each in begin]
+    window = 1 + max(first_query + i - offset for i, offset in enumerate(offsets))
+    starts: list[int] = []
+    for position, offset in enumerate(offsets, first_query):
+        starts.append(offset if not starts or offset == position else starts[-1])
+        # The kernels leave out queries if a document begins anywhere but at its first query.
+        if offset != max(starts[-1], position - window + 1):
+            return None
+    documents = None
+    if starts[-1]:
+        documents = torch.zeros(1, first_query + len(begin), dtype=torch.int32)
+        documents[0, first_query:] = torch.tensor(starts)
+    return Segment(queries, keys, first_query, documents, None if starts == offsets else window)
 
 
-def _segments(begin: list[int], end: list[int]) -> Iterator[Segment]:
+def _segments(begin: list[int], end: list[int]) -> Iterator[Segment | None]:
     """Split queries where the end of visible keys neither stays (step 0) nor advances with each query (step 1)."""
     first = 0
     while first < len(end):
@@ -184,8 +207,12 @@ def _masked_segments(mask: Tensor) -> list[Segment] | None:
     if ranges is None:
         return None
     begin, end = (each * repeats for each in ranges)
-    segments = list(_segments(begin, end))
-    return segments if len(segments) <= 1 + q // SHORTEST_SEGMENTS else None
+    segments: list[Segment] = []
+    for segment in _segments(begin, end):
+        if segment is None or len(segments) > q // SHORTEST_SEGMENTS:
+            return None
+        segments.append(segment)
+    return segments
 
 
 def _unmasked_segments(q: int, k: int, is_causal: bool) -> list[Segment]:

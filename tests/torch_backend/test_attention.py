@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from fugaku_megatron.host import kernels
 from fugaku_megatron.torch_backend import enabled
 from fugaku_megatron.torch_backend.attention import flash_attention, flash_attention_backward
 from tests.checks.torch_backend import assert_served, counting, serving
@@ -100,21 +101,43 @@ def additive(visible, dtype=torch.float32):
     return torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, float("-inf"))
 
 
+def assert_masked(inputs, visible):
+    """Assert that the kernels serve a mask, with torch's values, gradients and layouts."""
+    dtype = inputs[0].dtype
+    options = (0.0, False, additive(visible, dtype), None)
+    got = serve(inputs, *options)
+    with enabled(False):
+        want = call(inputs, *options)
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.stride() == theirs.stride()
+        tolerance = 1e-5 if dtype == torch.float32 else 4e-2
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name, dtype):
     """Also the log of sums, which is 0 for a query that sees no key."""
     for shape, by_position in itertools.product(SHAPES, [False, True]):
         b, _, q, k, _ = shape
-        inputs = tensors(shape, dtype, by_position)
-        options = (0.0, False, additive(visible_keys(name, b, q, k), dtype), None)
-        got = serve(inputs, *options)
-        with enabled(False):
-            want = call(inputs, *options)
-        for ours, theirs in zip(got, want, strict=True):
-            assert ours.stride() == theirs.stride()
-            tolerance = 1e-5 if dtype == torch.float32 else 4e-2
-            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+        assert_masked(tensors(shape, dtype, by_position), visible_keys(name, b, q, k))
+
+
+@pytest.mark.parametrize("target", kernels.runnable_targets())
+@pytest.mark.parametrize("later", [0, 37])  # queries are the last ones of the keys
+@pytest.mark.parametrize("window", [1, 5, 17, 40, 64, 300])
+def test_windows_in_documents(window, later, target):
+    """The kernels work on vectors of queries, so windows and documents begin inside of them, on each target."""
+    q = 150
+    key = torch.arange(q + later)
+    query = key[later:].unsqueeze(1)
+    visible = (key <= query) & (key > query - window)
+    inputs = tensors((1, 2, q, q + later, 8), torch.float32, True)
+    with kernels.target(target):
+        assert_masked(inputs, visible)
+        for bounds in ((50, 120), (61, 62, 63, 101), (45,)):
+            numbers = torch.bucketize(key, torch.tensor(bounds), right=True)
+            assert_masked(inputs, visible & (numbers == numbers[later:].unsqueeze(1)))
 
 
 def test_boolean_mask_of_the_interface():
@@ -170,6 +193,15 @@ REFUSED = {
     "NaN": (0.0, False, torch.full((40, 40), float("nan")), None),
     "boolean": (0.0, False, torch.ones(40, 40, dtype=torch.bool), None),
     "causal and a mask": (0.0, True, torch.zeros(40, 40), None),
+    "block and the one before": (
+        0.0,
+        False,
+        additive(
+            torch.ones(40, 40, dtype=torch.bool).tril()
+            & (torch.arange(40) // 10 >= torch.arange(40).unsqueeze(1) // 10 - 1)
+        ),
+        None,
+    ),
 }
 
 
