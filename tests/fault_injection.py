@@ -21,15 +21,8 @@ from fugaku_megatron.cli import program
 from fugaku_megatron.host import kernels
 from fugaku_megatron.host.observed import Observed
 from fugaku_megatron.training.trainer import Trainer
+from tests.matmuls import MATMULS
 
-MATMULS = (
-    "linear_forward",
-    "linear_data_gradient",
-    "linear_weight_gradient",
-    "grouped_linear_forward",
-    "grouped_linear_data_gradient",
-    "grouped_linear_weight_gradient",
-)
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}  # by bytes of an element
 Change = Callable[[Trainer], Any]
 

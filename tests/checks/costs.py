@@ -30,6 +30,7 @@ from fugaku_megatron.nn.ops import FAMILIES, Ops
 from fugaku_megatron.planner import model, software
 from fugaku_megatron.run.kernel_choice import build_ops
 from tests.helpers import build_trainer, grid_groups, make_trainer, mock
+from tests.matmuls import MATMULS
 from tests.recording import record
 from tests.threads import ThreadWorld
 
@@ -69,16 +70,6 @@ def check_flops(run: RunConfig) -> None:
         sum(r.flops_forward for r in records),
         sum(r.flops_backward for r in records),
     )
-
-
-MATMULS = (
-    "linear_forward",
-    "linear_data_gradient",
-    "linear_weight_gradient",
-    "grouped_linear_forward",
-    "grouped_linear_data_gradient",
-    "grouped_linear_weight_gradient",
-)
 
 
 def check_quantized(run: RunConfig) -> None:
