@@ -87,7 +87,6 @@ class SFTBaseline:
         load_in: str | None = None,
         compiled: bool = False,
     ) -> None:
-        import transformers
         import trl
 
         quiet_logs()
@@ -104,28 +103,33 @@ class SFTBaseline:
             peft_config=adapters(run),
             quantization_config=quantization(load_in, dtype),
         )
-        self.trainer.remove_callback(transformers.PrinterCallback)
         if run.lora.on:
             take_adapters(self.trainer.model, run.model, ours)
 
     def train(self, turns: Turns) -> None:
         """Train a step for each request."""
-        import transformers
-
-        class Answer(transformers.TrainerCallback):
-            """A request ends with the log line of its step."""
-
-            def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
-                if "loss" in logs:
-                    turns.end(logs["loss"])
-                    control.should_training_stop = not turns.begin()
-
-        if turns.begin():
-            self.trainer.add_callback(Answer)
-            self.trainer.train()
+        train_on_request(self.trainer, turns)
 
     def close(self) -> None:
         self.folder.cleanup()
+
+
+def train_on_request(trainer: Any, turns: Turns) -> None:
+    """Take a step of a trainer of transformers for each request; the log line of the step ends the request."""
+    import transformers
+
+    class Answer(transformers.TrainerCallback):
+        """Answers with the step's loss."""
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
+            if "loss" in logs:
+                turns.end(logs["loss"])
+                control.should_training_stop = not turns.begin()
+
+    trainer.remove_callback(transformers.PrinterCallback)
+    if turns.begin():
+        trainer.add_callback(Answer)
+        trainer.train()
 
 
 def quiet_logs() -> None:

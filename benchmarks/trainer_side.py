@@ -145,22 +145,8 @@ def _arguments(order: Order, folder: str) -> dict[str, Any]:
 
 def _train(order: Order, trainer: Any, turns: Turns) -> None:
     """Take a trainer's step for each request."""
-    import transformers
-
-    trainer.remove_callback(transformers.PrinterCallback)
     _accelerated(order, trainer.model)
-
-    class Answer(transformers.TrainerCallback):
-        """A request ends with the log line of its step."""
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
-            if "loss" in logs:
-                turns.end(logs["loss"])
-                control.should_training_stop = not turns.begin()
-
-    if turns.begin():
-        trainer.add_callback(Answer)
-        trainer.train()
+    sft.train_on_request(trainer, turns)
 
 
 def _lora() -> Any:

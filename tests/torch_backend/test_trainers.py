@@ -59,23 +59,28 @@ def model_for(program, kind):
     return transformers.AutoModelForSequenceClassification.from_config(config)
 
 
+def training_arguments(folder):
+    """Return the arguments of a trainer of transformers that takes a few steps."""
+    return {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+
+
 def history(kind, program, fast, folder, lora=True, **options):
     """Return the log of a few steps."""
     datasets = pytest.importorskip("datasets")
     trl = pytest.importorskip("trl")
     peft = pytest.importorskip("peft")
     arguments = getattr(trl, f"{program}Config")(
-        output_dir=str(folder),
-        use_cpu=True,
-        bf16=False,
-        max_steps=STEPS,
-        per_device_train_batch_size=4,
-        learning_rate=1e-2,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        **options,
+        **training_arguments(folder), bf16=False, **options
     )
     task = "SEQ_CLS" if program == "Reward" else "CAUSAL_LM"
     adapters = peft.LoraConfig(r=4, target_modules="all-linear", task_type=task)
@@ -137,15 +142,7 @@ def embedding_losses(folder, fast):
     if fast:
         accelerate(embedder)
     arguments = sentence_transformers.SentenceTransformerTrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        max_steps=STEPS,
-        per_device_train_batch_size=4,
-        learning_rate=1e-2,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
+        **training_arguments(folder)
     )
     trainer = sentence_transformers.SentenceTransformerTrainer(
         model=embedder,
