@@ -172,6 +172,14 @@ def _many_ranks(row: Row) -> bool:
     return row.machine == "a64fx" and row.ranks > row.nodes
 
 
+def _recomputed_further(row: Row) -> bool:
+    return row.document == "005" and row.recompute
+
+
+def _tp_between_nodes(row: Row) -> bool:
+    return row.machine == "a64fx" and row.tp > 1 and row.ranks == row.nodes
+
+
 Case = tuple[RunConfig, Layout, System]
 # group -> (name, rows) of the errors in sample
 SHOWN: dict[str, tuple[tuple[str, Callable[[Row], bool]], ...]] = {
@@ -182,6 +190,8 @@ SHOWN: dict[str, tuple[tuple[str, Callable[[Row], bool]], ...]] = {
         ("124M, tcmalloc (002)", lambda r: r.document == "002"),
         ("1.3B, TP 4 (005.1)", lambda r: r.table.id == "005.1"),
         ("124M, 4 ranks a node (005.2, 005.3)", _many_ranks),
+        ("1.3B and 13B, full recompute (005.4, 005.5)", _recomputed_further),
+        ("TP between nodes", _tp_between_nodes),
         ("all", lambda r: True),
     ),
     "a100": (
@@ -206,6 +216,9 @@ PARTS: dict[str, tuple[tuple[str, Callable[[Row], bool]], ...]] = {
         ("document 002", lambda r: r.document == "002"),
         ("1.3B, TP 4 (005.1)", lambda r: r.table.id == "005.1"),
         ("124M, 4 ranks a node (005.2, 005.3)", _many_ranks),
+        ("1.3B and 13B, full recompute (005.4, 005.5)", _recomputed_further),
+        ("1.3B, TP 2 (005.4)", lambda r: r.tp == 2),
+        ("13B, TP 20 (005.5)", lambda r: r.tp == 20),
         ("document 005", lambda r: r.document == "005"),
     ),
     "a100": (

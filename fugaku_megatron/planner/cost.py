@@ -63,7 +63,8 @@ class Network:
         if not levels:
             between = self._between_rate(group, self.ranks_per_node // inside)
             rate = min(between, within) if inside > 1 else between
-            return self._ring(size, members, passes, rate, self.machine.link_alpha_us)
+            ring = self._ring(size, members, passes, rate, self.machine.link_alpha_us)
+            return self._wait(group, members) + ring
         between = self._between_rate(group, self.ranks_per_node)
         return self._ring(size, inside, passes, within, self.machine.intra_alpha_us) + self._ring(
             size / inside, members // inside, passes, between, self.machine.link_alpha_us
@@ -112,6 +113,19 @@ class Network:
             + (nodes - 1) / senders * machine.link_alpha_us * 1e-6
         )
 
+    def between_nodes(self, group: str) -> bool:
+        members, together = self._group(group)
+        return members > together
+
+    def _wait(self, group: str, members: int) -> float:
+        """Return the seconds until the last rank begins, if starts are uniform in `wait_ms`.
+
+        Large reductions, which take seconds, have it in their rate.
+        """
+        if group in LARGE_REDUCTIONS:
+            return 0.0
+        return self.parameters.wait_ms * 1e-3 * members / (members + 1)
+
     def inside_node(self, group: str) -> bool:
         members, together = self._group(group)
         return members <= together and features.NODE_SUMS in self.active
@@ -147,7 +161,12 @@ class Network:
         return self.parameters.intra_reduce_gbs or (self.machine.intra_gbs if shared else by_mpi)
 
     def _between_rate(self, group: str, rings: int) -> float:
-        """Return a ring link's GB/s between nodes if `rings` rings leave a node."""
+        """Return a ring link's GB/s between nodes if `rings` rings leave a node.
+
+        Software whose waits are known reaches the link's rate between neighbours.
+        """
+        if self.parameters.wait_ms and group not in LARGE_REDUCTIONS:
+            return min(self.machine.link_gbs, self.machine.injection_gbs / rings)
         own = (
             self.parameters.reduce_gbs or 2 * self.machine.large_allreduce_gbs
         )  # each link of a ring carries the vector twice
@@ -318,7 +337,10 @@ class Rank:
         gemm = sum(self._matmul(p) for p in work.matmuls if not p.attention)
         attention = sum(self._matmul(p) for p in work.matmuls if p.attention)
         sent = [
-            (c.group, times * self.network.seconds(c.verb, c.group, c.bytes))
+            (
+                c.group,
+                times * (self.network.seconds(c.verb, c.group, c.bytes) + self._registration(c)),
+            )
             for c, times in work.collectives
         ]
         sent += [
@@ -335,6 +357,14 @@ class Rank:
             tensor_parallel=sum(waiting for _, waiting in sent) - shared,
         )
         return seconds * self.machine.host_factor
+
+    def _registration(self, collective: Collective) -> float:
+        """Return the seconds to register a collective's block, which is newly mapped, with the network."""
+        rate = self.parameters.register_gbs
+        is_new = self.software.page_faults != "none" and collective.bytes > MMAP_BYTES
+        if not rate or not is_new or not self.network.between_nodes(collective.group):
+            return 0.0
+        return collective.bytes / (rate * GB) / self.machine.clock
 
     def _waiting(self, exchange: OverlappedCollectives | ExpertExchange) -> float:
         if isinstance(exchange, ExpertExchange):

@@ -27,7 +27,6 @@ from ..costs.stages import (
     stage_layers,
     stage_parameters,
     virtual_stage_layers,
-    virtual_stage_parameters,
     virtual_stage_recompute_groups,
     whole_layers,
 )
@@ -141,9 +140,7 @@ def virtual_stage_work(
         forward.append((phases["head_forward"], 1))
         head_gradients = forward if code.counts["logits_in_chunks"] else backward
         head_gradients.append((phases["head_backward"], 1))
-    parameters = virtual_stage_parameters(run, virtual_stage)
-    layers = whole_layers(run.model, own)
-    gradients = work.weight_gradients(run, parameters, 12 * layers, code)
+    gradients = work.weight_gradients(run, virtual_stage, counts, code)
     backward.append((gradients, 1))
     return forward, backward, weights
 

@@ -31,6 +31,8 @@ class Parameters:
         matmuls below the diagonal (two in forward, five in backward): maximum / (1 + half / s) at
         sequence length s; 0: attention runs as other matmuls
     dropout_flops: a core's FLOPs at peak in the time for one dropout decision
+    wait_ms: spread of the ranks' starts in a blocking collective between neighbouring nodes
+    register_gbs: rate at which the network registers a newly mapped block of a collective
     bf16x3: --fp32-matmul bf16x3's rate relative to FP32
     """
 
@@ -48,6 +50,8 @@ class Parameters:
     fault_gbs: float = 0.0
     unmap_ms: float = 0.0
     reduce_gbs: float = 0.0
+    wait_ms: float = 0.0
+    register_gbs: float = 0.0
     intra_reduce_gbs: float = 0.0
     transfer_fraction: float = 1.0
     pipeline_warmup_s: float = 0.0

@@ -41,6 +41,7 @@ from ..costs.records import (
     overlap_blocks,
 )
 from ..costs.sizes import vocabulary_rows
+from ..costs.stages import virtual_stage_layers, virtual_stage_parameters, whole_layers
 from ..pipeline.schedule_names import row
 from .software import Software
 
@@ -121,6 +122,8 @@ class Work:
     def __add__(self, other: Work) -> Work:
         return Work(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
+
+TENSORS_OF_LAYER = 12  # parameters of a layer, a call each
 
 Pieces = list[tuple[Work, int]]  # work, and how often it is done
 
@@ -428,10 +431,29 @@ def recomputed_mixer(run: RunConfig, kind: LayerKind, software: Software) -> Wor
     )
 
 
-def weight_gradients(run: RunConfig, parameters: int, tensors: int, software: Software) -> Work:
+def weight_gradients(
+    run: RunConfig, virtual_stage: int, kinds: Mapping[LayerKind, int], software: Software
+) -> Work:
+    """Return the writing and adding of a virtual stage's weight gradients in one micro-batch.
+
+    The embedding and the head each make a gradient of the vocabulary's table.
+    kinds: layers of each kind
+    """
     counts = software.counts["weights"]
-    bytes = parameters * run.element_bytes
-    allocations = (
-        ((bytes // tensors, tensors * counts["allocated"]),) if counts["allocated"] else ()
+    width = run.element_bytes
+    parameters = virtual_stage_parameters(run, virtual_stage)
+    layers = whole_layers(run.model, virtual_stage_layers(run, virtual_stage))
+    times: float = counts["allocated"]
+    tables = (0, run.placement.virtual_stages - 1).count(virtual_stage)
+    table_bytes = vocabulary_rows(run) * run.model.hidden_size * width
+    blocks = [(table_bytes, times * tables)]
+    for kind, count in kinds.items():
+        for record in layer_records(run, kind):
+            if record.gemm and not record.mixes and not record.frozen:
+                _, n, k = record.gemm
+                blocks.append((n * k * width, times * count * record.gemm_count))
+    return Work(
+        moved=counts["moved"] * parameters * width,
+        allocations=tuple(blocks) if times else (),
+        calls=TENSORS_OF_LAYER * layers,
     )
-    return Work(moved=counts["moved"] * bytes, allocations=allocations, calls=tensors)

@@ -1,6 +1,7 @@
 """Costs of a rank's work, messages and memory: the roofline, counts of FLOPs, collectives, bytes."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from fugaku_megatron.config.training import TrainingConfig
 from fugaku_megatron.costs.flops import hardware_flops, model_flops
 from fugaku_megatron.costs.layers import layer_records
 from fugaku_megatron.costs.records import Collective
+from fugaku_megatron.costs.sizes import vocabulary_rows
 from fugaku_megatron.costs.stages import stage_records
 from fugaku_megatron.planner import machine, model, software, work
 from fugaku_megatron.planner.cost import MMAP_BYTES, Network, Rank
@@ -352,6 +354,54 @@ def test_a_ring():
     assert many / few == pytest.approx(11 / 10, rel=1e-3)
     own = machine.load("a64fx").large_allreduce_gbs
     assert all_reduce(network(Layout(512, 1, 1, 512)), "dp") == pytest.approx(1 / own, rel=0.01)
+
+
+def test_an_all_reduce_between_neighbouring_nodes_waits_for_the_last_rank():
+    """Software whose waits are known has the link's rate there; large reductions keep their own."""
+    pair = network(Layout(2, 2, 1, 1), reduce_gbs=1.2, wait_ms=9.0)
+    many = network(Layout(20, 20, 1, 1), reduce_gbs=1.2, wait_ms=9.0)
+    link = pair.machine.link_gbs * 1e9
+    for net, last, sent in ((pair, 2 / 3, 1.0), (many, 20 / 21, 1.9)):
+        assert net.seconds("all_reduce", "tp", 10**8) == pytest.approx(
+            9e-3 * last + sent * 10**8 / link, rel=0.01
+        )
+    large = network(Layout(2, 1, 1, 2), reduce_gbs=1.2, wait_ms=9.0)
+    assert large.seconds("all_reduce", "dp", 10**8) == pytest.approx(10**8 / 1.2e9, rel=1e-3)
+    inside = network(Layout(4, 4, 1, 1), ranks_per_node=4, intra_reduce_gbs=0.5, wait_ms=9.0)
+    assert inside.seconds("all_reduce", "tp", 10**8) == pytest.approx(1.5 * 10**8 / 0.5e9, rel=0.1)
+
+
+def test_the_network_registers_newly_mapped_blocks_of_a_collective():
+    def waiting(bytes: int, code: str = "torch1.10", tp: int = 2) -> float:
+        one = rank(software=code, nodes=2, register_gbs=2.0, reduce_gbs=1.0)
+        net = replace(one.network, layout=Layout(2, tp, 1, 2 // tp))
+        sum_of_ranks = Work(collectives=((Collective("all_reduce", "tp", bytes), 1),))
+        return replace(one, network=net).seconds(sum_of_ranks).tensor_parallel
+
+    large = 2 * MMAP_BYTES
+    kept = waiting(large, "torch1.10+tcmalloc")
+    assert waiting(large) - kept == pytest.approx(large / 2e9)
+    assert waiting(MMAP_BYTES) == waiting(MMAP_BYTES, "torch1.10+tcmalloc")
+    assert waiting(large, tp=1) == 0.0
+
+
+def test_weight_gradients_are_blocks_of_their_own_sizes():
+    """Embedding and head of one stage both make a gradient of the table."""
+    run = make_run("1.3b", {"micro_batch_size": 1, "global_batch_size": 8})
+    code = software.load("torch1.10")
+    gradients = work.weight_gradients(run, 0, Counter(run.model.layer_kinds), code)
+    h = run.model.hidden_size
+    table = vocabulary_rows(run) * h * 4
+    assert gradients.allocations[0] == (table, 2)
+    layers = run.model.num_layers
+    sizes = Counter()
+    for size, times in gradients.allocations[1:]:
+        sizes[size] += times
+    assert sizes == {4 * 3 * h * h: layers, 4 * h * h: layers, 4 * 4 * h * h: 2 * layers}
+    kept = work.weight_gradients(
+        run, 0, Counter(run.model.layer_kinds), software.load("fugaku_megatron")
+    )
+    assert kept.allocations == ()
 
 
 def test_sums_in_two_levels_and_in_shared_memory():
