@@ -41,7 +41,8 @@ class DataConfig(CheckedFields):
     """Tokens and tokenizer."""
 
     data_path: tuple[str, ...] | None = course_optional(
-        "prefix of .bin/.idx, or a blend: weight prefix weight prefix ...; without weights every data set is read once",
+        "prefix of .bin/.idx, a token file of llm.c, modded-nanogpt or nanoGPT (.bin), or a blend: weight prefix weight "
+        "prefix ...; without weights every data set is read once",
         script="DATA",
     )
     train_data_path: tuple[str, ...] | None = course_optional(

@@ -29,6 +29,7 @@ from .dataset import (
 )
 from .indexed import IndexedDataset
 from .token_arrays import TokenArrays
+from .token_files import open_tokens
 
 BLEND_SURPLUS = 0.005  # Megatron's: samples built beyond a blended dataset's share
 CHECKED_AT_START = (
@@ -62,13 +63,13 @@ class Builder(DatasetConfig):
             return self.arrays[prefix].measure(self.vocab_size, self.comm)
         if self.cuts_chats is None:
             on_root(self.comm, lambda: check_not_chats(prefix))
-        indexed = (ChatFiles if self.cuts_chats is not None else IndexedDataset)(prefix, self.comm)
+        indexed = (ChatFiles if self.cuts_chats is not None else open_tokens)(prefix, self.comm)
         vocabulary = self.vocab_size
         if vocabulary is not None:
             start = CHECKED_AT_START // indexed.dtype.itemsize
             on_root(
                 self.comm,
-                lambda: check_tokens(indexed.read_tokens(0, start), vocabulary, f"{prefix}.bin"),
+                lambda: check_tokens(indexed.read_tokens(0, start), vocabulary, indexed.path),
             )
         return indexed
 

@@ -251,7 +251,7 @@ class GPTDataset:
         tokens = np.concatenate(parts)
         assert len(tokens) == self.config.seq_length + 1
         if self.config.vocab_size is not None:
-            check_tokens(tokens, self.config.vocab_size, f"{self.indexed.prefix}.bin")
+            check_tokens(tokens, self.config.vocab_size, self.indexed.path)
         return tokens.astype(np.int64)
 
 

@@ -83,6 +83,8 @@ class Header:
     """Checked .idx contents; numbers: sequences, document indices, tokens; size in bytes.
 
     The sequence lengths' CRC-32 identifies the sample order.
+
+    begin: bytes of .bin before the first token
     """
 
     dtype: str
@@ -91,6 +93,7 @@ class Header:
     tokens: int
     size: int
     lengths_crc32: str
+    begin: int = 0
 
 
 def _check_places(path: str, stream: BinaryIO, sequences: int, itemsize: int) -> tuple[int, str]:
@@ -207,6 +210,11 @@ class IndexedDataset:
         self.dtype = np.dtype(self.header.dtype)
         self.num_tokens = self.header.tokens
 
+    @property
+    def path(self) -> str:
+        """File with the tokens."""
+        return f"{self.prefix}.bin"
+
     def _start(self) -> Header:
         header = _read_index(self.prefix)
         self._keep(self.prefix + ".idx")
@@ -283,7 +291,7 @@ class IndexedDataset:
 
     def read_tokens(self, start: int, count: int) -> np.ndarray:
         count = max(0, min(count, self.num_tokens - start))
-        return self._bin.read(self.dtype, start * self.dtype.itemsize, count)
+        return self._bin.read(self.dtype, self.header.begin + start * self.dtype.itemsize, count)
 
     def read_lengths(self, start: int, stop: int) -> np.ndarray:
         return self._index.read("<i4", HEADER.size + 4 * start, stop - start)

@@ -50,7 +50,7 @@ class TokenArrays:
 
     def __init__(self, documents: Documents, prefix: str) -> None:
         self.documents = documents
-        self.prefix = prefix
+        self.prefix = self.path = prefix
         self.sequence_lengths = np.empty(0, np.int32)
 
     def measure(self, vocab_size: int | None = None, comm: Comm | None = None) -> TokenArrays:

@@ -51,7 +51,7 @@ def other_files(saved: Sequence[Record], now: Sequence[Record]) -> list[str]:
         if all(old.get(name) == record[name] for name in ("documents", "tokens", "crc32")):
             continue
         lines.append(
-            f"note: {record['path']}.bin and .idx are not the files that the checkpoint was trained on: {_counts(record)}, "
+            f"note: the files of {record['path']} are not those that the checkpoint was trained on: {_counts(record)}, "
             f"had {_counts(old)}: the loss curve changes from here on"
         )
     return lines

@@ -30,10 +30,11 @@ from ..config.model import ModelConfig
 from ..data.chat.chat_files import unsigned
 from ..data.chat.chat_template import ChatTemplate, read_template
 from ..data.chat.chats import read_chat
-from ..data.indexed import IndexedDataset, StoredTokens
+from ..data.indexed import StoredTokens
 from ..data.input.documents import read_documents
 from ..data.input.input_files import input_files
 from ..data.input.tables import CHAT
+from ..data.token_files import open_tokens
 from ..text.named_files import JsonObject, read_text
 from ..text.written_files import named_file
 from . import scoring
@@ -89,7 +90,7 @@ class Request:
     model: Model
     input: str | None = optional("perplexity of this text", aliases=("--text",), metavar="FILE")
     data_path: str | None = optional(
-        "perplexity of a data set, its documents one after another: PREFIX.bin and .idx",
+        "perplexity of a data set, its documents one after another: PREFIX.bin and .idx, or a token file",
         metavar="PREFIX",
     )
     chats: tuple[str, ...] = option(
@@ -229,7 +230,7 @@ def read_all(request: Request, manifest: JsonObject, cut: Windows) -> Inputs:
     size = 0
     ids: np.ndarray | StoredTokens | None = None
     if request.data_path:
-        ids = IndexedDataset(request.data_path).tokens
+        ids = open_tokens(request.data_path).tokens
         source = f"--data-path {request.data_path}"
     elif request.input:
         ids = np.array(tokenizer.encode(read_text(request.input, "--input")), np.int32)

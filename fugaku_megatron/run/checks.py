@@ -17,6 +17,7 @@ from ..costs.plan import Plan
 from ..data.chat.chat_files import check_mask_file
 from ..data.data_flags import listed_data, parse_data_path
 from ..data.indexed import check_files
+from ..data.token_files import is_token_file, read_header
 from ..host import kernels
 from ..observe.export.history import HISTORY, read_run_history
 from ..observe.profile.profile import profiled_ranks
@@ -95,6 +96,9 @@ def check_data(run: RunConfig, arrays: Collection[str] = ()) -> None:
     for name, path in run.data.paths.items():
         for prefix in parse_data_path(path, name)[0]:
             if prefix in arrays:
+                continue
+            if is_token_file(prefix) and not run.data.sft:
+                read_header(prefix)
                 continue
             check_files(prefix)
             if run.data.sft:
