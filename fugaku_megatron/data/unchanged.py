@@ -42,6 +42,11 @@ def _counts(record: Record) -> str:
     return f"{record['documents']:,} documents with {record['tokens']:,} tokens"
 
 
+def _files(record: Record) -> str:
+    path: str = record["path"]
+    return path if path.endswith(".bin") else f"{path}.bin and .idx"
+
+
 def other_files(saved: Sequence[Record], now: Sequence[Record]) -> list[str]:
     """Return a line for each prefix with other contents than in the checkpoint."""
     before = {record["path"]: record for record in saved}
@@ -51,7 +56,7 @@ def other_files(saved: Sequence[Record], now: Sequence[Record]) -> list[str]:
         if all(old.get(name) == record[name] for name in ("documents", "tokens", "crc32")):
             continue
         lines.append(
-            f"note: the files of {record['path']} are not those that the checkpoint was trained on: {_counts(record)}, "
+            f"note: {_files(record)} are not the files that the checkpoint was trained on: {_counts(record)}, "
             f"had {_counts(old)}: the loss curve changes from here on"
         )
     return lines
