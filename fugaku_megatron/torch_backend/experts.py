@@ -95,12 +95,13 @@ def experts_forward(
     is_special = module._is_expert_parallel or module.has_post_expert_norm or not _is_gate(module)
     if is_special or x.dtype not in TYPES or not x.numel() or torch.compiler.is_compiling():
         return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
-    # Pairs sorted by expert: how many end before the next expert, which, and where each pair is.
-    chosen = top_k_index.flatten()
-    offsets = torch.bincount(chosen, minlength=module.num_experts).cumsum(0).to(torch.int32)
-    pairs = chosen.argsort(stable=True)
-    places = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(len(pairs)))
-    route = (pairs, places.view(top_k_index.shape))
+    chosen = top_k_index.contiguous()
+    counts = chosen.new_empty(module.num_experts)
+    pairs = chosen.new_empty(chosen.numel())
+    places = torch.empty_like(chosen)
+    kernels.sort_pairs(chosen, counts, pairs, places)
+    offsets = counts.cumsum(0).to(torch.int32)
+    route = (pairs, places)
     is_transposed = module.is_transposed
 
     rows = _Route.apply(x, *route, True)  # type: ignore[no-untyped-call]
