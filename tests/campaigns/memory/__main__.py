@@ -161,7 +161,8 @@ def table(records: Sequence[Record], command: str) -> str:
         for layout in LAYOUTS:
             runs = [record for record in records if record["layout"] == layout]
             kills = [kill for record in runs for kill in record["kills"] if kill.kind == kind]
-            rows.append(row(kind, layout, kills, sum(not record["same"] for record in runs)))
+            if kills:
+                rows.append(row(kind, layout, kills, sum(not record["same"] for record in runs)))
     every = [kill for record in records for kill in record["kills"]]
     rows.append(row("sum", "", every, sum(not record["same"] for record in records)))
     return f"`{command}`:\n\n" + "\n".join(rows) + "\n"
