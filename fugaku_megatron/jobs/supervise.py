@@ -221,8 +221,11 @@ class Supervisor:
             return f"the time of {TIMED} is over: the next job continues", ExitCode.FINISHED
         if self.restarts >= self.max_restarts:
             return f"all restarts of --max-restarts {self.max_restarts} are used", end.code
-        if self.fruitless > FRUITLESS:
-            return f"{FRUITLESS} restarts in a row made no new checkpoint", end.code
+        limit = FRUITLESS
+        if self.run.output.save_memory:
+            limit += 1  # copies in memory count when a start has used them
+        if self.fruitless > limit:
+            return f"{limit} restarts in a row made no new checkpoint", end.code
         return "", end.code
 
     def _end(self, code: ExitCode, reason: str) -> int:

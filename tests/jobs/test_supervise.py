@@ -279,6 +279,13 @@ def test_restarts_that_gain_nothing_end(planned):
     assert said[-1] == f"{FRUITLESS} restarts in a row made no new checkpoint; exit code 5"
 
 
+def test_copies_in_memory_of_the_last_start_may_be_newer(planned):
+    job = planned("5 4", *["5 0"] * 9)
+    code, said = job.end("--max-restarts 9", train="--save-memory 2")
+    assert code == ExitCode.LOST_RANK and len(job.calls()) == 3 + FRUITLESS
+    assert said[-1] == f"{FRUITLESS + 1} restarts in a row made no new checkpoint; exit code 5"
+
+
 def test_starts_from_newer_copies_in_memory_gain_something(planned, tmp_path, monkeypatch):
     """Each start continues where the one before had its last copy, and none saves."""
     hours = tmp_path / "save" / HOURS
