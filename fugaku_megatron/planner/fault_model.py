@@ -157,13 +157,13 @@ def expected(strategy: Strategy, faults: Faults, pace: Pace) -> dict[str, float]
         interval = group[0].interval
         left -= rate
     delayed = 0.0
-    restarted = 0.0
+    again = 0.0  # probability of a fault in a restart, which begins another one
     for kind, share in faults.shares.items():
         used = newest(copies, kind)
         delayed += share * faults.rate * used.delay
-        restarted += share * math.expm1(faults.rate * used.restart[kind])
+        again -= share * math.expm1(-faults.rate * used.restart[kind])
     running = seconds * (1 + delayed)
-    restarting = running * restarted
+    restarting = running * again / (1 - again)
     training = interval * pace.iteration
     found = {
         TRAINING: training,

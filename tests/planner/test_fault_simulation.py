@@ -63,6 +63,19 @@ def test_formula_and_simulation_agree(strategy, hours):
     assert sum(found.causes.values()) == pytest.approx(1)
 
 
+def test_a_restart_after_a_hang_may_end_as_a_shorter_one():
+    """Faults come as often as restarts take, and hangs take three times as long."""
+    restart = {PROCESS: 5.0, NODE: 15.0, WIDE: 5.0}
+    save = Copies("save", frozenset(KINDS), 0.2, 0.0, restart)
+    faults = Faults(1, 5.0, {PROCESS: 0.9, NODE: 0.1, WIDE: 0.0})
+    pace = Pace(0.4, 0.1)
+    best = with_intervals(((save,),), faults, pace)
+    found = simulate(best, faults, pace, 20000, seed=1)
+    formula = expected(best, faults, pace)
+    assert found.share == pytest.approx(formula[TRAINING], abs=2 * found.error)
+    assert found.causes[RESTART] == pytest.approx(formula[RESTART], rel=0.02)
+
+
 def test_98304_ranks_over_30_days_take_seconds():
     faults = Faults(98304 // 4, 50000 * HOUR, SHARES)
     pace = Pace(17.2, 0.008)

@@ -19,7 +19,7 @@ from tests.campaigns.faults.jobs import Job, Layout
 from tests.mpi import launch
 
 LAYOUT = Layout("DP 2", 2)
-HANG_SECONDS = 6
+HANG_SECONDS = 10
 MODEL = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256 --micro-batch-size 2 "
     f"--global-batch-size 4 --keep-last 2 --train-iters 100000 --hang-timeout-in-secs {HANG_SECONDS}"
