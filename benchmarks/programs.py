@@ -26,6 +26,7 @@ from .disturbance import OTHERS, Watch
 
 PRINTED = re.compile(r"iter \d+: loss ([\d.]+), time ([\d.]+)ms")
 BACKEND = ("-m", "fugaku_megatron.torch_backend")
+AUTOCAST = str(Path(__file__).with_name("autocast.py"))
 SIDES = ("shipped", "full width and tcmalloc", "ours")
 COLUMNS: tuple[Column, ...] = (
     ("side", "<24", "side"),
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--directory", type=Path, default=Path(), help="where it runs")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=3, help="runs of each side, in turn")
+    parser.add_argument("--autocast", action="store_true", help="BF16 where it has no autocast")
     parser.add_argument("--skip", type=int, default=2, help="iterations of a run before timing")
 
 
@@ -61,7 +63,8 @@ def environments() -> dict[str, dict[str, str]]:
 def run_program(options: argparse.Namespace, side: str) -> dict[str, Any]:
     """Run the program once. Return its losses, milliseconds of the timed iterations and peak memory."""
     launcher = BACKEND if side == "ours" else ()
-    command = [sys.executable, *launcher, options.program, *options.arguments]
+    autocast = (AUTOCAST,) if options.autocast else ()
+    command = [sys.executable, *launcher, *autocast, options.program, *options.arguments]
     root = str(Path(__file__).resolve().parents[1])
     environment = {
         **environments()[side],

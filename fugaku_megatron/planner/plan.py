@@ -29,8 +29,7 @@ from .cost import Seconds
 from .fault_plan import FaultPlan
 from .model import Prediction, step
 from .plan_text import schedule_name
-from .predict import add_arguments as add_system_arguments
-from .predict import as_json, run_of, system_of
+from .predict import add_system_arguments, as_json, run_of, system_of
 from .search import (
     RAMP_BATCH,
     RAMP_DP,

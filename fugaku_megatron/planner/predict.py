@@ -31,6 +31,24 @@ DEFAULT_SOFTWARE = {"a100": "megatron-a100", "a100-before-0225": "megatron-a100"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `fugaku-megatron predict`."""
+    add_system_arguments(parser)
+    group = parser.add_argument_group("instead of an iteration")
+    group.add_argument(
+        "--forward",
+        action="store_true",
+        help="parts of a forward pass of one micro-batch, each layer's experts divided over the nodes",
+    )
+    group.add_argument(
+        "--matmul",
+        type=int,
+        nargs=3,
+        metavar=("M", "N", "K"),
+        help="an INT8 matmul on the threads of a rank, without quantization and packing",
+    )
+
+
+def add_system_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of machine, software and job, and the training flags."""
     group = parser.add_argument_group("system")
     group.add_argument(
@@ -54,18 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--nodes", type=int, required=True, help="nodes of the job")
     group.add_argument("--ranks-per-node", type=int, help="default: 1 on a64fx, 8 on a100")
     group.add_argument("--json", action="store_true", help="print JSON alone")
-    group.add_argument(
-        "--forward",
-        action="store_true",
-        help="parts of a forward pass of one micro-batch instead, each layer's experts divided over the nodes",
-    )
-    group.add_argument(
-        "--matmul",
-        type=int,
-        nargs=3,
-        metavar=("M", "N", "K"),
-        help="an INT8 matmul on the threads of a rank instead, without quantization and packing",
-    )
     arguments.add_train_flags(parser)
 
 

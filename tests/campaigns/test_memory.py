@@ -25,7 +25,16 @@ from tests.campaigns.memory.trial import (
 pytestmark = pytest.mark.campaigns
 
 
-@pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=list(LAYOUTS))
+FIRST, *OTHERS = enumerate(LAYOUTS)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(FIRST[0], id=FIRST[1]),
+        *(pytest.param(number, id=name, marks=pytest.mark.full) for number, name in OTHERS),
+    ],
+)
 def test_kills_repeat_few_iterations_and_change_no_bit(number, mpi, tmp_path):
     record = Campaign(tmp_path, 31, [mpi]).run(number, kills=2)
     assert record["right"], record["text"][-5000:]

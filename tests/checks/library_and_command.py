@@ -105,6 +105,8 @@ VALUES: dict[str, Any] = {
     "save": "a",
     "save_interval": 1,
     "save_interval_in_mins": 1.0,
+    "save_memory": 1,
+    "save_memory_group": 3,
     "skip_train": True,
     "multiple_validation_sets": True,
     "log_interval": 1,

@@ -123,7 +123,7 @@ def test_the_file_of_a_prefix_is_none(tmp_path):
 
 FLAGS = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 96 --micro-batch-size 1 "
-    "--global-batch-size 2 --lr 1e-3 --train-iters 2 --eval-iters 1 --log-interval 1"
+    "--global-batch-size 2 --lr 1e-3 --train-iters 2 --eval-iters 1 --log-interval 1 --allocator stock"
 )
 
 
