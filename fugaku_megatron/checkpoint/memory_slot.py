@@ -48,7 +48,7 @@ MEMORY = "memory"  # field of the state in a manifest: `Protection`
 
 
 class Protection(NamedTuple):
-    """What a manifest records of a copy's group.
+    """A copy's group, as a manifest records it.
 
     attempt: start of the program that made the copy
     group: ranks of the group

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.campaigns import reliability_page
 from tests.campaigns.faults import __main__ as faults
 from tests.campaigns.faults import jobs, report
 from tests.campaigns.faults.kinds import KINDS
@@ -50,8 +51,9 @@ def test_the_report_counts_by_kind_and_replaces_its_table(tmp_path):
         "seed": 7,
     }
     document = tmp_path / "reliability.md"
-    document.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    report.write(report.table(rows, "the command"), document)
+    begin, end = reliability_page.marks("faults")
+    document.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
+    reliability_page.write("faults", report.table(rows, "the command"), document)
     text = document.read_text()
     assert (
         "| SIGKILL of a rank | 2 | 1 | 0 | 0 | 1 | `--only kill` |" in text
@@ -61,8 +63,9 @@ def test_the_report_counts_by_kind_and_replaces_its_table(tmp_path):
 
 
 def test_the_document_has_a_place_for_the_table():
-    text = report.DOCUMENT.read_text()
-    assert report.BEGIN in text and report.END in text and all(kind.what for kind in KINDS.values())
+    text = reliability_page.DOCUMENT.read_text()
+    begin, end = reliability_page.marks("faults")
+    assert begin in text and end in text and all(kind.what for kind in KINDS.values())
 
 
 @pytest.mark.parametrize(

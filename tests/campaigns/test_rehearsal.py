@@ -10,6 +10,7 @@ from fugaku_megatron.observe.export.hours import HOURS, read_hours
 from fugaku_megatron.observe.log.effective_time import effective_time
 from fugaku_megatron.planner.fault_costs import SAVE
 from fugaku_megatron.planner.fault_model import TRAINING, Faults, expected, with_intervals
+from tests.campaigns import reliability_page
 from tests.campaigns.faults import jobs
 from tests.campaigns.rehearsal import __main__ as rehearsal
 from tests.campaigns.rehearsal.job import Disturbed
@@ -42,8 +43,9 @@ def test_every_second_of_a_disturbed_job_has_a_cause(tmp_path):
 
 
 def test_the_document_has_a_place_for_the_table():
-    text = rehearsal.DOCUMENT.read_text()
-    assert rehearsal.BEGIN in text and rehearsal.END in text
+    text = reliability_page.DOCUMENT.read_text()
+    begin, end = reliability_page.marks("rehearsal")
+    assert begin in text and end in text
 
 
 @pytest.mark.parametrize(

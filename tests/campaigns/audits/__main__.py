@@ -19,12 +19,10 @@ from typing import Any
 
 from fugaku_megatron.cli.parser import Parser
 from fugaku_megatron.config.fields import check
+from tests.campaigns import reliability_page
 from tests.campaigns.audits.clean import audit_right_ranks
 from tests.campaigns.audits.trial import KINDS, LAYOUTS, Fault, attempt
 
-DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "reliability.md"
-BEGIN = "<!-- audits: written by python -m tests.campaigns.audits --write -->\n"
-END = "<!-- end of audits -->\n"
 Record = dict[str, Any]  # an outcome in --results
 
 
@@ -85,12 +83,6 @@ def table(records: Sequence[Record], command: str) -> str:
     return f"`{command}`:\n\n" + "\n".join(rows) + "\n"
 
 
-def write(text: str) -> None:
-    before, rest = DOCUMENT.read_text().split(BEGIN)
-    after = rest.split(END)[1]
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
-
-
 def main(words: Sequence[str] | None = None) -> None:
     args = parser().parse_args(words)
     check(args.count or args.clean, "nothing to do: pass --count or --clean")
@@ -107,7 +99,7 @@ def main(words: Sequence[str] | None = None) -> None:
         )
         print(text)
         if args.write:
-            write(text)
+            reliability_page.write("audits", text)
 
 
 if __name__ == "__main__":

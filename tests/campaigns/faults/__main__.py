@@ -35,6 +35,7 @@ from typing import Any
 from fugaku_megatron.cli.parser import Parser
 from fugaku_megatron.cli.program import guarded
 from fugaku_megatron.config.fields import check
+from tests.campaigns import reliability_page
 from tests.campaigns.faults import jobs, report
 from tests.campaigns.faults.kinds import KINDS
 from tests.campaigns.faults.trial import Outcome, TooLate, Trial, judge
@@ -182,7 +183,7 @@ def run(options: argparse.Namespace) -> int:
     table = record.table()
     print(table, f"{60 * len(numbers) / seconds:.1f} faults per minute", sep="\n")
     if options.write:
-        report.write(table)
+        reliability_page.write("faults", table)
     return int(not all(outcome.right for outcome in record.outcomes))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from fugaku_megatron.config.fields import check
+from tests.campaigns import reliability_page
 from tests.campaigns.faults.kinds import KINDS
 from tests.campaigns.faults.trial import Outcome
 
-DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "reliability.md"
-BEGIN = "<!-- faults: written by python -m tests.campaigns.faults --write -->"
-END = "<!-- end of faults -->"
 COLUMNS = ("tried", "lost", "different", "unnamed", "tracebacks")
 
 
@@ -43,7 +40,7 @@ def revision() -> str:
     """Return this checkout's commit, with a + if files differ; "unknown" outside a checkout."""
     found = subprocess.run(
         "git describe --always --dirty=+ --exclude=*".split(),
-        cwd=DOCUMENT.parent,
+        cwd=reliability_page.DOCUMENT.parent,
         capture_output=True,
         text=True,
     )
@@ -120,11 +117,3 @@ def table(rows: dict[str, dict[str, Any]], command: str) -> str:
         lines.append(f"| {KINDS[kind].what} | {cells} | `--only {kind}` |")
     sums = " | ".join(str(sum(row[column] for row in rows.values())) for column in COLUMNS)
     return "\n".join([*lines, f"| sum | {sums} | |"])
-
-
-def write(text: str, document: Path = DOCUMENT) -> None:
-    """Put the table between the document's marks."""
-    before = document.read_text()
-    pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
-    assert pattern.search(before), f"{document} has no marks for the table"
-    document.write_text(pattern.sub(lambda _: f"{BEGIN}\n\n{text}\n\n{END}", before))

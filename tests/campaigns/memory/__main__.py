@@ -22,6 +22,7 @@ from typing import Any
 from fugaku_megatron.checkpoint.manifest import read_manifest
 from fugaku_megatron.cli.parser import Parser
 from fugaku_megatron.config.fields import check
+from tests.campaigns import reliability_page
 from tests.campaigns.faults import jobs
 from tests.campaigns.memory.trial import (
     KILLS,
@@ -37,9 +38,6 @@ from tests.campaigns.memory.trial import (
 )
 from tests.mpi import launch
 
-DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "reliability.md"
-BEGIN = "<!-- memory: written by python -m tests.campaigns.memory --write -->\n"
-END = "<!-- end of memory -->\n"
 Record = dict[str, Any]  # of a run in --results
 
 
@@ -168,12 +166,6 @@ def table(records: Sequence[Record], command: str) -> str:
     return f"`{command}`:\n\n" + "\n".join(rows) + "\n"
 
 
-def write(text: str) -> None:
-    before, rest = DOCUMENT.read_text().split(BEGIN)
-    after = rest.split(END)[1]
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
-
-
 def main(given: Sequence[str] | None = None) -> int:
     args = parser().parse_args(given)
     check(args.count > 0, f"--count {args.count}: pass a number above 0")
@@ -194,7 +186,7 @@ def main(given: Sequence[str] | None = None) -> int:
     text = table(records, command)
     print(text)
     if args.write:
-        write(text)
+        reliability_page.write("memory", text)
     return int(not all(record["right"] for record in records))
 
 

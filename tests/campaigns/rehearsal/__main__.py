@@ -43,12 +43,10 @@ from fugaku_megatron.planner.fault_model import (
 from fugaku_megatron.planner.fault_simulation import RUNS, STUDENT, Simulated, simulate
 from fugaku_megatron.text.numbers import duration_text
 from fugaku_megatron.text.table import pipe_table
+from tests.campaigns import reliability_page
 from tests.campaigns.faults import jobs
 from tests.campaigns.rehearsal.job import Disturbed, missing
 
-DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "reliability.md"
-BEGIN = "<!-- rehearsal: written by python -m tests.campaigns.rehearsal --write -->\n"
-END = "<!-- end of rehearsal -->\n"
 FIRST_INTERVAL = 20  # iterations between checkpoints while costs are measured
 FIRST_MTBF = 12.0  # s
 RESTARTS = 1.0  # measured restarts from a fault to the next one, on average
@@ -199,12 +197,6 @@ def table(found: Rehearsal, options: argparse.Namespace) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write(text: str) -> None:
-    before, rest = DOCUMENT.read_text().split(BEGIN)
-    after = rest.split(END)[1]
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
-
-
 def run(options: argparse.Namespace) -> int:
     check(
         options.count > 0 and options.calibrate > 0,
@@ -221,7 +213,7 @@ def run(options: argparse.Namespace) -> int:
     text = table(found, options)
     print(text)
     if options.write:
-        write(text)
+        reliability_page.write("rehearsal", text)
     return 0
 
 
