@@ -12,14 +12,17 @@ import atexit
 import contextlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 FAILED = b"failed"
 _addresses: list[str] = []  # of this process's witness
 
 
 def start(ranks: Mapping[int, int], rank: int) -> None:
-    """Start a witness on the first of a node's ranks; on all of them, tell it of an orderly end.
+    """Start a witness on the first of a node's ranks, and wait until it watches; on all ranks, tell it of an orderly end.
+
+    A rank that ends before the first one returns may be missed: a barrier follows.
 
     ranks: process id of each rank on this node
     """
@@ -29,12 +32,16 @@ def start(ranks: Mapping[int, int], rank: int) -> None:
     address = f"\0fugaku-megatron/{os.getuid()}/witness/{ranks[first]}"
     if rank == first:
         named = [f"{each}:{pid}" for each, pid in ranks.items()]
+        watching, started = os.pipe()
         subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, address[1:], *named],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdout=started,
             start_new_session=True,  # the launcher ends the ranks' sessions
         )
+        os.close(started)
+        os.read(watching, 1)  # ends when the witness closes its standard output
+        os.close(watching)
     _addresses.append(address)
     atexit.register(tell, str(rank).encode())
 
@@ -51,8 +58,11 @@ def tell(message: bytes = FAILED) -> None:
             sender.sendto(message, address)
 
 
-def watch(address: str, ranks: Mapping[int, int]) -> str:
-    """Wait for the ranks' ends. Return a line if one ended without a message, else nothing."""
+def watch(address: str, ranks: Mapping[int, int], watches: Callable[[], object]) -> str:
+    """Wait for the ranks' ends. Return a line if one ended without a message, else nothing.
+
+    watches: called when no end is missed any more
+    """
     import select
     import socket
 
@@ -60,6 +70,7 @@ def watch(address: str, ranks: Mapping[int, int]) -> str:
         receiver.bind(f"\0{address}")
         receiver.setblocking(False)
         alive = {os.pidfd_open(pid): rank for rank, pid in ranks.items()}
+        watches()
         while alive:
             ended = select.select([receiver.fileno(), *alive], [], [])[0]
             left = set()
@@ -78,5 +89,6 @@ def watch(address: str, ranks: Mapping[int, int]) -> str:
 if __name__ == "__main__":
     words = [word.split(":") for word in sys.argv[2:]]
     with contextlib.suppress(OSError):  # Linux before 5.3
-        if line := watch(sys.argv[1], {int(rank): int(pid) for rank, pid in words}):
+        pids = {int(rank): int(pid) for rank, pid in words}
+        if line := watch(sys.argv[1], pids, partial(os.close, 1)):
             print(line, file=sys.stderr, flush=True)

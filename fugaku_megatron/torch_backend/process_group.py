@@ -74,6 +74,7 @@ def start_mpi() -> Comm:
         witness.start(
             {rank: pid for rank, (at, pid) in enumerate(places) if at == host}, world.rank
         )
+        world.barrier()  # no rank ends before its witness watches
     return world
 
 

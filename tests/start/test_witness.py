@@ -2,11 +2,12 @@
 
 import os
 import subprocess
+import sys
 import threading
 
 import pytest
 
-from fugaku_megatron.start import presence, witness
+from fugaku_megatron.start import witness
 
 pytestmark = pytest.mark.system
 
@@ -25,8 +26,12 @@ def watched(ranks, address):
     """Start watching ranks; return a function that waits for the line."""
     lines = []
     pids = {rank: process.pid for rank, process in ranks.items()}
-    thread = threading.Thread(target=lambda: lines.append(witness.watch(address, pids)))
+    watches = threading.Event()
+    thread = threading.Thread(
+        target=lambda: lines.append(witness.watch(address, pids, watches.set))
+    )
     thread.start()
+    assert watches.wait(30)
 
     def line():
         thread.join(30)
@@ -36,10 +41,8 @@ def watched(ranks, address):
 
 
 def told(address, message, monkeypatch):
-    """Send a message once the witness has its address."""
+    """Send a message to the witness at an address."""
     monkeypatch.setattr(witness, "_addresses", [f"\0{address}"])
-    while f"@{address}" not in presence.SOCKETS.read_text().split():
-        pass
     witness.tell(message)
 
 
@@ -47,6 +50,20 @@ def test_first_killed_rank_is_named(ranks):
     line = watched(ranks, f"test/{os.getpid()}/killed")
     ranks[5].kill()
     assert line().startswith(f"rank 5 (process {ranks[5].pid}) on node ")
+
+
+def test_rank_killed_just_after_the_start_is_named():
+    """The rank is gone, process number and all, before a witness that starts slowly could look for it."""
+    program = """
+import os, subprocess
+from fugaku_megatron.start import witness
+rank = subprocess.Popen(["sleep", "60"])
+witness.start({0: os.getpid(), 1: rank.pid}, 0)
+rank.kill()
+rank.wait()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
+    assert ended.stderr.startswith("rank 1 (process ")
 
 
 def test_rank_that_left_is_not_named(ranks, monkeypatch):
