@@ -90,7 +90,9 @@ def save_steps(
     iteration = description.iteration
     prefix = f"--save {directory}: iteration {iteration} is not saved: "
     on_root(comm, check_lock)
-    aside = on_root(comm, lambda: _prepare(directory, iteration, check_lock), prefix, _untouched)
+    aside, replaces = on_root(
+        comm, lambda: _prepare(directory, iteration, check_lock), prefix, _untouched
+    )
     folder = aside / folders.name
     try:
         if folders.name:
@@ -110,7 +112,7 @@ def save_steps(
             prefix,
             _untouched,
         )
-        on_root(comm, lambda: _publish(directory, iteration, aside, check_lock), prefix)
+        on_root(comm, lambda: _publish(directory, iteration, aside, replaces, check_lock), prefix)
     except ValueError:
         if comm.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
@@ -222,8 +224,8 @@ def _untouched() -> str:
     return ". Earlier checkpoints there are untouched. If the disk is full or read-only, pass another --save"
 
 
-def _prepare(directory: Path, iteration: int, check_lock: CheckLock) -> Path:
-    """Remove what unfinished saves left; return a new folder."""
+def _prepare(directory: Path, iteration: int, check_lock: CheckLock) -> tuple[Path, bool]:
+    """Remove what unfinished saves left; return a new folder, and whether it will replace a checkpoint."""
     make_folder(directory)
     for number, suffix, path in entries(directory):
         check_lock()
@@ -232,11 +234,12 @@ def _prepare(directory: Path, iteration: int, check_lock: CheckLock) -> Path:
             path.rename(current)
         elif suffix:
             shutil.rmtree(path, ignore_errors=True)
-    if (directory / iteration_name(iteration)).exists():
+    replaces = (directory / iteration_name(iteration)).exists()
+    if replaces:
         _check_ours(directory, iteration)
     aside = unfinished_path(directory, iteration)
     aside.mkdir()
-    return aside
+    return aside, replaces
 
 
 def _check_ours(directory: Path, iteration: int) -> None:
@@ -271,9 +274,16 @@ def put_in_place(aside: Path, final: Path) -> None:
     fsync(final.parent)
 
 
-def _publish(directory: Path, iteration: int, aside: Path, check_lock: CheckLock) -> None:
+def _publish(
+    directory: Path, iteration: int, aside: Path, replaces: bool, check_lock: CheckLock
+) -> None:
+    final = directory / iteration_name(iteration)
     check_lock()
-    put_in_place(aside, directory / iteration_name(iteration))
+    if replaces:
+        put_in_place(aside, final)
+    else:  # fails if a job that has just taken over has saved this iteration
+        aside.rename(final)
+        fsync(directory)
     tracker = directory / (TRACKER + ".tmp")
     check_lock()
     write_text(tracker, f"{iteration}\n")

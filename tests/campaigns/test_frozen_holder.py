@@ -69,15 +69,27 @@ class Holder:
                 process.send_signal(number)
 
     def changed(self, since: float, save: Path) -> list[str]:
-        """Return the changes below `save` since a time, without the job's own unfinished saves."""
+        """Return the changes below `save` since a time, without the job's own unfinished saves.
+
+        A job may stop between the check of its lock and the change that follows: that one change is left out, too.
+        """
         lines = [line.split(maxsplit=3) for line in self.changes.read_text().splitlines()]
-        here = [(float(when), event, path) for when, _, event, path in lines if f"{save}/" in path]
-        own = [path for _, event, path in here if event == "os.mkdir" and path.endswith(".tmp")]
-        return [
-            f"{event} {path}"
-            for when, event, path in here
-            if when >= since and not any(path.startswith(folder) for folder in own)
+        here = [
+            (float(when), thread, event, path)
+            for when, thread, event, path in lines
+            if f"{save}/" in path
         ]
+        own = [path for _, _, event, path in here if event == "os.mkdir" and path.endswith(".tmp")]
+        before: dict[str, tuple[float, str]] = {}  # of each thread: its last line's time and event
+        changes = []
+        for when, thread, event, path in here:
+            checked, last = before.get(thread, (0.0, ""))
+            before[thread] = (when, event)
+            under_way = last == "check" and checked < since
+            unfinished = any(path.startswith(folder) for folder in own)
+            if event != "check" and when >= since and not (under_way or unfinished):
+                changes.append(f"{event} {path}")
+        return changes
 
 
 def freeze_and_wake(holder: Holder, following: Holder, save: Path, asks: bool) -> None:

@@ -15,8 +15,8 @@ import torch
 
 from fugaku_megatron.checkpoint import lock
 from fugaku_megatron.checkpoint.lock import LOCK, Lock, Owner, hold
-from fugaku_megatron.checkpoint.manifest import TRACKER, Description, Folders
-from fugaku_megatron.checkpoint.save import save_steps, write_shards
+from fugaku_megatron.checkpoint.manifest import TRACKER, Description, Folders, read_manifest
+from fugaku_megatron.checkpoint.save import run_steps, save_steps, write_shards
 from fugaku_megatron.checkpoint.shards import Shard
 from fugaku_megatron.comm.base import SoloComm
 from tests.helpers import one_error, save_checkpoint
@@ -277,6 +277,24 @@ def test_a_save_without_the_lock_changes_nothing(step, tmp_path):
     assert names == {"iter_0000010", "iter_0000020"} | published
     assert (tmp_path / TRACKER).read_text() == ("30\n" if step > 2 else "20\n")
     assert [path.name for path in tmp_path.glob("*iter_*.tmp")] == ([theirs.name] if step else [])
+
+
+def test_a_save_of_an_iteration_that_another_job_has_saved_by_now_leaves_it(tmp_path):
+    """The save stops between the check of its lock and its name, until the other job has saved."""
+    write = partial(write_shards, 0, shards())
+    checks = []
+
+    def check_lock():
+        checks.append(len(checks))
+        if len(checks) > 2:
+            raise ValueError("lost")
+        if len(checks) == 2:
+            save_checkpoint(tmp_path, shards(), SoloComm(), description(10))
+
+    with pytest.raises(ValueError, match="lost"):
+        run_steps(save_steps(tmp_path, write, description(10), Folders(SoloComm()), check_lock))
+    assert [path.name for path in tmp_path.glob("*iter_*")] == ["iter_0000010"]
+    read_manifest(tmp_path, 10)
 
 
 def shards():

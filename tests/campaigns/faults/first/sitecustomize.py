@@ -6,8 +6,8 @@ FAULT_HOLD is mark:iteration:...; after each of these iterations, the first time
 `mark`.iteration is then a link to its process number. FAULT_HOLD_IMPORT is a mark: every rank creates `mark`.process and waits
 in an import until a signal comes. FAULT_NODES is a file with the node of each rank, and a folder after a colon with a folder
 for each node, which takes the place of its /dev/shm for copies of the state. FAULT_LOCK is file:beat:patience: the lock of
---save has these seconds and another kernel, as on another node, and `file` gets a line for each call that changes a file: time,
-process, event, path.
+--save has these seconds and another kernel, as on another node, and `file` gets a line for each call that changes a file, and
+for each check of the lock: time, thread, event, path.
 """
 
 import importlib.util
@@ -15,6 +15,7 @@ import os
 import platform
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -136,22 +137,33 @@ def emulate_node(places, folder):
     sys.meta_path.insert(0, Changed(SLOT, change))
 
 
-def shorten_lock(module, beat, patience):
+def shorten_lock(module, beat, patience, trace):
+    check = module.Lock.check
+
+    def traced(self):
+        check(self)
+        trace("check", self.path)
+
+    module.Lock.check = traced
     module.BEAT = float(beat)
     module.PATIENCE = float(patience)
     module._kernel = lambda: str(os.getpid())
 
 
 def trace_changes(file):
-    """Append every rename, removal, new folder and file opened for writing to `file`."""
+    """Append every rename, removal, new folder and file opened for writing to `file`; return the function that appends."""
     trace = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def append(event, path):
+        os.write(trace, f"{time.time()} {threading.get_native_id()} {event} {path}\n".encode())
 
     def hook(event, args):
         writes = event == "open" and args[1] is not None and set(str(args[1])) & set("wxa+")
         if writes or event in CHANGES:
-            os.write(trace, f"{time.time()} {os.getpid()} {event} {args[0]}\n".encode())
+            append(event, args[0])
 
     sys.addaudithook(hook)
+    return append
 
 
 if {"fugaku_megatron.observe.log.loss_plot", "loss"} <= {*sys.orig_argv}:
@@ -174,5 +186,5 @@ if "FAULT_NODES" in os.environ:
     emulate_node(*os.environ["FAULT_NODES"].split(":"))
 if "FAULT_LOCK" in os.environ:
     changes, *seconds = os.environ["FAULT_LOCK"].split(":")
-    trace_changes(changes)
-    sys.meta_path.insert(0, Changed(LOCK, lambda module: shorten_lock(module, *seconds)))
+    trace = trace_changes(changes)
+    sys.meta_path.insert(0, Changed(LOCK, lambda module: shorten_lock(module, *seconds, trace)))
