@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from .fields import (
     BY_RANK,
     LENGTH,
+    SHARE,
     Requirement,
     cached_hash,
     check,
@@ -31,7 +32,15 @@ SENTENCEPIECE_TYPES = (
 )
 TIKTOKEN = "TikTokenizer"
 
+FIM_TOKENS = (
+    "fim_prefix_token",
+    "fim_middle_token",
+    "fim_suffix_token",
+    "fim_pad_token",
+    "fim_eod_token",
+)
 MARKS = "marks of documents"  # topic of flags that need the end-of-document token
+fim_option = partial(course_option, needs="fim_data")
 TOKENIZER = Requirement("--vocab-file or --tokenizer-model", lambda run: run.data.has_tokenizer)
 
 
@@ -75,6 +84,10 @@ class DataConfig(CheckedFields):
         "exclude predictions from the end-of-document token from the loss",
         topic=MARKS,
     )
+    dataloader_inter_document_masking: bool = course_switch(
+        "restrict attention to a token's own document of the data files, and restart positions there; "
+        "no end-of-document token is needed"
+    )
     mean_document_length: int | None = free_optional(
         "tokens per document, for estimates of time and FLOPs with "
         "--reset-attention-mask (default: --seq-length)",
@@ -111,6 +124,25 @@ class DataConfig(CheckedFields):
         range=None,
         needs="tokenizer_type=TikTokenizer",
     )
+    fim_data: bool = course_switch(
+        "rearrange texts to prefix, suffix and middle at random, so that the model learns to fill in the middle"
+    )
+    fim_rate: float = fim_option(0.5, "share of documents that are rearranged", range=SHARE)
+    fim_spm_rate: float = fim_option(
+        0.5, "share of them that begins with the suffix, before the prefix", range=SHARE
+    )
+    fim_split_sample: str | None = fim_option(
+        None, "token between the files of a document, which are rearranged one by one"
+    )
+    fim_fragment_rate: float | None = fim_option(
+        None, "share of the files that are rearranged, with --fim-split-sample", range=SHARE
+    )
+    fim_no_prefix: str | None = fim_option(None, "leave texts that begin with this as they are")
+    fim_prefix_token: str = fim_option("<fim_prefix>", "token before a prefix")
+    fim_middle_token: str = fim_option("<fim_middle>", "token before a middle")
+    fim_suffix_token: str = fim_option("<fim_suffix>", "token before a suffix")
+    fim_pad_token: str = fim_option("<fim_pad>", "token after a sample that has become shorter")
+    fim_eod_token: str = fim_option("<|endoftext|>", "token that ends a document")
     sft: bool = course_switch(
         "fine-tune on chats: --data-path is from fugaku-megatron preprocess --chat, whole chats are packed into a sample, each "
         "with its own positions and attention, and the loss is over the assistant's tokens",
@@ -142,26 +174,55 @@ class DataConfig(CheckedFields):
             "--sft counts what the assistant wrote, and --eod-mask-loss leaves out what "
             "follows the end of a text: leave one out",
         )
+        check(
+            not self.dataloader_inter_document_masking or not (self.sft or self.mock_data),
+            "--dataloader-inter-document-masking is for documents of --data-path, not for --sft, whose chats are "
+            "separate anyway, nor for --mock-data: leave it out",
+        )
+        self._check_fim()
+
+    def _check_fim(self) -> None:
+        if not self.fim_data:
+            return
+        others = ("sft", "mock_data", "dataloader_inter_document_masking")
+        given = " ".join(flag(name) for name in others if getattr(self, name))
+        check(
+            not given,
+            f"--fim-data rearranges the texts of --data-path, and does not go with {given}: leave one out",
+        )
+        check(
+            (self.fim_split_sample is None) == (self.fim_fragment_rate is None),
+            f"--fim-split-sample is {self.fim_split_sample} and --fim-fragment-rate is {self.fim_fragment_rate}: "
+            "pass both or neither",
+        )
 
     @cached_property
     def marks_documents(self) -> str:
         """Flags that need the end-of-document token, except for chats, whose files have masks."""
         if self.sft:
             return ""
-        return " ".join(flag(name) for name in of_topic(DataConfig, MARKS) if getattr(self, name))
+        names = of_topic(DataConfig, MARKS)
+        if self.dataloader_inter_document_masking:
+            names = ("eod_mask_loss",)
+        return " ".join(flag(name) for name in names if getattr(self, name))
 
     @cached_property
     def marked(self) -> bool:
         """True if samples have document or loss masks."""
-        return self.sft or bool(self.marks_documents)
+        return self.separates_documents or bool(self.marks_documents)
+
+    @cached_property
+    def separates_documents(self) -> bool:
+        """True if the data files say where a document begins."""
+        return self.sft or self.dataloader_inter_document_masking
 
     @cached_property
     def masks_attention(self) -> bool:
-        return self.sft or self.reset_attention_mask
+        return self.separates_documents or self.reset_attention_mask
 
     @cached_property
     def restarts_positions(self) -> bool:
-        return self.sft or self.reset_position_ids
+        return self.separates_documents or self.reset_position_ids
 
     @cached_property
     def has_tokenizer(self) -> bool:

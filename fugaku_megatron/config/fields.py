@@ -50,6 +50,7 @@ class Range(NamedTuple):
 
 POSITIVE = Range(lambda number: number > 0, "a number above 0")
 NOT_NEGATIVE = Range(lambda number: number >= 0, "0 or more")
+SHARE = Range(lambda number: 0 <= number <= 1, "a number from 0 to 1")
 FRACTION = Range(lambda number: 0 <= number < 1, "a number from 0 to below 1")
 
 

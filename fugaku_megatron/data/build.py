@@ -28,6 +28,7 @@ from .dataset import (
     normalize,
 )
 from .indexed import IndexedDataset
+from .marks import DocumentDataset
 from .token_arrays import TokenArrays
 from .token_files import open_tokens
 
@@ -48,12 +49,14 @@ class Builder(DatasetConfig):
     arrays: in-memory documents by the name that replaces a prefix
     separate_sets: --multiple-validation-sets
     cuts_chats: truncate chats that are too long; False: refuse them; None: not chats
+    inter_document_masking: mark where documents begin
     """
 
     arrays: Mapping[str, TokenArrays] = field(default_factory=dict)
     separate_sets: bool = False
     cuts_chats: bool | None = None
     begun: Sequence[int | None] = (None, None, None)
+    inter_document_masking: bool = False
 
     def open(self, prefixes: Sequence[str]) -> dict[str, Indexed]:
         return {prefix: self._open(prefix) for prefix in dict.fromkeys(prefixes)}
@@ -80,7 +83,8 @@ class Builder(DatasetConfig):
         if isinstance(indexed, (ChatFiles, ChatArrays)):
             truncate = self.cuts_chats is True
             return ChatDataset(indexed, name, documents, num_samples, self, truncate)
-        return GPTDataset(indexed, name, documents, num_samples, self, begun)
+        kind = DocumentDataset if self.inter_document_masking else GPTDataset
+        return kind(indexed, name, documents, num_samples, self, begun)
 
     def blend(
         self,

@@ -233,6 +233,10 @@ class GPTDataset:
         return len(self.shuffle_index)
 
     def __getitem__(self, index: int) -> np.ndarray:
+        return np.concatenate(self.by_document(index)).astype(np.int64)
+
+    def by_document(self, index: int) -> list[np.ndarray]:
+        """Return a sample's tokens, s + 1 together, by document."""
         check_index(index, self)
         self._fetched += 1
         if self._fetched % RELEASE_EVERY == 0:
@@ -248,11 +252,11 @@ class GPTDataset:
                 end + 1 - offset if i == last else None
             )  # + 1: the token shared with the next sample
             parts.append(self.indexed.get(self.document_index[i], offset, length))
-        tokens = np.concatenate(parts)
-        assert len(tokens) == self.config.seq_length + 1
+        assert sum(map(len, parts)) == self.config.seq_length + 1
         if self.config.vocab_size is not None:
-            check_tokens(tokens, self.config.vocab_size, self.indexed.path)
-        return tokens.astype(np.int64)
+            for part in parts:
+                check_tokens(part, self.config.vocab_size, self.indexed.path)
+        return parts
 
 
 def length_flags(name: str) -> str:

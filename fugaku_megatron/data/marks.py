@@ -16,17 +16,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .dataset import Dataset, ValidationSets
+from .dataset import Dataset, GPTDataset, ValidationSets
 
 COUNTED = 1  # the loss of predicting this token is summed; says nothing at position 0
 FIRST = 2  # this token begins a document
 PADDED = 4  # nothing is predicted from this token: it is padding, or the last one of a chat
 
 
+class DocumentDataset(GPTDataset):
+    """Samples of --dataloader-inter-document-masking, int64 (2, s + 1), with marks at the documents of the data files.
+
+    Rule: Megatron-LM's megatron/core/datasets/gpt_dataset.py, inter_document_masking.
+    """
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        documents = self.by_document(index)
+        tokens = np.concatenate(documents).astype(np.int64)
+        marks = np.full_like(tokens, COUNTED)
+        starts = np.cumsum([len(each) for each in documents[:-1]], dtype=np.int64)
+        marks[starts] |= FIRST
+        return np.stack([tokens, marks])
+
+
 @dataclass
 class MarkedDataset:
     """Samples with marks, int64 (2, s + 1).
 
+    dataset: of tokens, or of samples whose documents are marked already
     masks_loss: mask the label after it
     """
 
@@ -38,11 +54,16 @@ class MarkedDataset:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        tokens = self.dataset[index]
-        marks = np.full_like(tokens, COUNTED)
-        ends = tokens[:-1] == self.eod
-        marks[1:][ends] = FIRST if self.masks_loss else FIRST | COUNTED
-        return np.stack([tokens, marks])
+        sample = self.dataset[index]
+        ends = sample[..., :-1] == self.eod
+        if sample.ndim == 1:
+            sample = np.stack([sample, np.full_like(sample, COUNTED)])
+            sample[1, 1:][ends] |= FIRST
+        else:
+            ends = ends[0]
+        if self.masks_loss:
+            sample[1, 1:][ends] &= ~COUNTED
+        return sample
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.dataset, name)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import sys
 
-from ..comm.agreement import Nodes, everywhere
+from ..comm.agreement import Nodes, everywhere, on_root
 from ..comm.base import Comm
 from ..comm.grid import Groups
+from ..config.data import FIM_TOKENS, DataConfig
+from ..config.fields import flag
 from ..config.run_config import RunConfig
 from ..costs.plan import Plan
 from ..data.dataset import Dataset, MockDataset, ValidationSets
+from ..data.fim import FimRule, FimTokens, fill_in_middle
 from ..data.index_cache import IN_MEMORY, IndexCache
 from ..data.marks import mark
 from ..data.reader_group import ReaderGroup, build_reader_group
 from ..host.allocator import node_bytes
+from ..tokenizers.tokenizer import Tokenizer, TokenizerFlags
 from ..training.micro_batches import datasets_of, reads_data
 from .sources import Sources
-from .tokenizer import end_of_document
+from .tokenizer import end_of_document, find_tokenizer
 
 # Training and validation samples, on the ranks that read them.
 Data = tuple[Dataset | None, Dataset | None]
@@ -56,11 +60,60 @@ def open_data(
     """
     run = plan.config
     train, valid = _open(plan, groups, sources, readers)
+    if run.data.fim_data:
+        train, valid = _with_fim(run, groups.world, (train, valid))
     if not run.data.marks_documents:
         return train, valid
     eod = end_of_document(run.data, sources.tokenizer)
     masks_loss = run.data.eod_mask_loss
     return mark(train, eod, masks_loss), mark(valid, eod, masks_loss)
+
+
+def _with_fim(run: RunConfig, world: Comm, data: Data) -> Data:
+    """Return the samples of --fim-data. Collective; every reader builds the tokenizer."""
+    flags = on_root(world, lambda: _fim_tokenizer(run))
+    rule = on_root(world, lambda: fim_rule(run.data, flags.build()))
+    if data == (None, None):
+        return data
+    tokenizer = flags.build()
+    seed = run.training.seed
+    train, valid = (
+        fill_in_middle(each, rule, tokenizer, seed + number) for number, each in enumerate(data)
+    )
+    return train, valid
+
+
+def _fim_tokenizer(run: RunConfig) -> TokenizerFlags:
+    flags = find_tokenizer(run)
+    if flags is None:
+        raise ValueError(
+            "--fim-data: texts are tokenized again, and no tokenizer is named: pass --tokenizer-type and "
+            "--tokenizer-model, or --vocab-file and --merge-file"
+        )
+    return flags
+
+
+def fim_rule(data: DataConfig, tokenizer: Tokenizer) -> FimRule:
+    """Return the rule of --fim-data. Raise ValueError for a flag whose text is no token."""
+    ids: dict[str, int] = {}
+    for name in (*FIM_TOKENS, "fim_split_sample"):
+        text = getattr(data, name)
+        if text is None:
+            continue
+        number = tokenizer.token_id(text)
+        if number is None:
+            raise ValueError(
+                f"{flag(name)} {text!r:.40} is no token of the run's {tokenizer.name}: pass one that is, or another "
+                "tokenizer"
+            )
+        ids[name.removeprefix("fim_").partition("_")[0]] = number
+    return FimRule(
+        FimTokens(**ids),
+        data.fim_rate,
+        spm_rate=data.fim_spm_rate,
+        fragment_rate=data.fim_fragment_rate,
+        no_prefix=data.fim_no_prefix,
+    )
 
 
 def _open(plan: Plan, groups: Groups, sources: Sources, readers: ReaderGroup | None) -> Data:

