@@ -72,6 +72,12 @@ class OutputConfig(CheckedFields):
         needs="save",
         library=_SAVE,
     )
+    save_hf_interval: int | None = free_optional(
+        "iterations between folders of the model for Hugging Face in SAVE_hf, next to --save; each is written from a "
+        "checkpoint of its iteration, while training continues",
+        needs="save",
+        library="call Trainer.save in the loop over steps, and fm.load(...).save_hf",
+    )
     save_retain_interval: int | None = free_optional(
         "keep checkpoints of iterations divisible by this, and the last one; others are "
         "removed after a save (default: all are kept)",

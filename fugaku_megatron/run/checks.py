@@ -22,6 +22,7 @@ from ..host import kernels
 from ..observe.export.history import HISTORY, read_run_history
 from ..observe.profile.profile import profiled_ranks
 from .checkpoint_source import Resume
+from .hf_export import check_exportable
 
 
 def check_same_run(run: RunConfig, world: Comm) -> list[str]:
@@ -127,6 +128,8 @@ def check_outputs(plan: Plan, resume: Resume, world: Comm, nodes: Nodes) -> None
         check_writable(output.save, world, ranks=writers)
         history = Path(output.save) / HISTORY
         on_root(world, lambda: read_run_history(history))
+    if output.save and output.save_hf_interval:
+        on_root(world, lambda: check_exportable(plan.config.model))
     if output.save and output.save_local:
         check_writable(output.save_local, world, "--save-local", writers)
     if output.tensorboard_dir:

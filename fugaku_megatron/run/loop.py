@@ -31,6 +31,7 @@ from ..start.exit_codes import ExitCode
 from ..start.signals import StopSignals
 from ..training.replicas import Difference, ReplicasDiffer
 from ..training.trainer import IterationResult, Trainer, uncounted_line
+from .hf_export import HfExport
 
 LOSS_CURVE = "loss_curve.png"
 DIVERGED_STEPS = 5  # skipped iterations in a row
@@ -59,6 +60,7 @@ class Session:
     saved_iteration: int = 0  # of the last save that began
     copies: MemoryCopies | None = None
     copying: BackgroundSave | None = None  # to other nodes' memory
+    hf_export: HfExport | None = None
     picture: subprocess.Popen[bytes] | None = None  # process that draws the losses
     trained: bool = False  # an iteration in this process
     uncounted: int = 0  # iterations of this process without a counted label
@@ -99,7 +101,9 @@ class Session:
             reason, due, written = self._reason_to_leave(timer)
             if self.saving and written:
                 self._advance_save(self.saving)
-            self.save_due |= due or self._ends(self.config.output.save_interval)
+            output = self.config.output
+            self.save_due |= due or self._ends(output.save_interval)
+            self.save_due |= self._ends(output.save_hf_interval)
             if reason:
                 self.writer.flush()
             self._copy_if_due(reason)
@@ -119,6 +123,7 @@ class Session:
         self._remove_copies()
         if self.profile:
             self.profile.end(self.writer.print)
+        self._finish_hf_export()
         self._await_picture()
 
     def _ends(self, interval: int | None) -> bool:
@@ -349,6 +354,7 @@ class Session:
     def _save(self, directory: str) -> None:
         """Save, or begin to with --async-save or --save-local, after the previous save and a comparison of replicas."""
         self._finish_save()
+        self._finish_hf_export()  # this save may remove the checkpoint that is exported
         self._compare_replicas()
         self.save_due = False
         self.save_timer = runtime.ExitTimer(self.config.output.save_interval_in_mins)
@@ -427,6 +433,14 @@ class Session:
         self.writer.print(f"saved checkpoint of iteration {self.saved_iteration} to {directory}")
         if directory and self.writer.printing:
             self._draw(directory)
+            interval = self.config.output.save_hf_interval
+            if interval and self.saved_iteration % interval == 0:
+                self.hf_export = HfExport.begin(directory, self.saved_iteration)
+
+    def _finish_hf_export(self) -> None:
+        if self.hf_export:
+            self.writer.event(self.saved_iteration, self.hf_export.finish())
+            self.hf_export = None
 
     def _draw(self, directory: str) -> None:
         self.picture_is_old = self.picture is not None and self.picture.poll() is None

@@ -62,15 +62,15 @@ def loss_curve(path_png: StrPath, history: Records | StrPath, heading: str = "")
 def start_loss_curve(
     path_png: StrPath, history: StrPath, heading: str = ""
 ) -> subprocess.Popen[Any]:
-    return start_module("log.loss_plot", os.fspath(path_png), os.fspath(history), heading)
+    return start_module("observe.log.loss_plot", os.fspath(path_png), os.fspath(history), heading)
 
 
 def start_module(module: str, *words: str, **options: Any) -> subprocess.Popen[Any]:
-    """Start a module of `observe` as a program: matplotlib would cost a rank 35 MiB."""
+    """Start a module of the package as a program: matplotlib would cost a rank 35 MiB."""
     package = Path(__file__).parents[2]
     path = os.pathsep.join(filter(None, (str(package.parent), os.environ.get("PYTHONPATH"))))
     return subprocess.Popen(
-        [sys.executable, "-m", f"{package.name}.observe.{module}", *words],
+        [sys.executable, "-m", f"{package.name}.{module}", *words],
         stdin=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": path, "PYTHONIOENCODING": "utf-8:surrogateescape"},
         **options,

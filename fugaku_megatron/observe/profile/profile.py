@@ -144,7 +144,7 @@ def common_moment(world: Comm) -> float:
 
 def _draw(trace: Path, picture: Path) -> str:
     drawing = start_module(
-        "log.schedule_plot",
+        "observe.log.schedule_plot",
         str(trace),
         str(picture),
         stderr=subprocess.PIPE,
