@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class RankGrid:
     """Ranks as a (dp, pp, cp, tp) grid with dp x cp = world_size / (tp * pp) (`layout.check_world_size`).
 
-    etp: 1 or tp; None: tp
+    etp: divides tp; None: tp
     """
 
     world_size: int
@@ -22,7 +22,7 @@ class RankGrid:
     def __post_init__(self) -> None:
         assert self.tp >= 1 and self.pp >= 1 and self.cp >= 1 and self.world_size >= 1, self
         assert self.world_size % (self.tp * self.pp * self.cp) == 0, self
-        assert self.etp in (None, 1, self.tp), self
+        assert self.tp % (self.etp or self.tp) == 0, self
         assert self.dp * self.tp % (self.ep * (self.etp or self.tp)) == 0, self
 
     @property

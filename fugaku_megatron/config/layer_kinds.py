@@ -173,11 +173,13 @@ def _value(node: ast.expr) -> int | Sequence[int]:
 
 def _combined(
     operator: ast.operator, left: int | Sequence[int], right: int | Sequence[int]
-) -> list[int] | None:
-    """Return the sum of two lists or the repetition of a list, None if it is neither or too long."""
+) -> int | list[int] | None:
+    """Return the sum of two numbers or lists, or the repetition of a list; None if it is neither or too long."""
     if isinstance(left, int):
         left, right = right, left
     if isinstance(left, int):
+        if isinstance(operator, ast.Add) and isinstance(right, int):
+            return left + right
         return None
     if isinstance(right, int):
         if isinstance(operator, ast.Mult) and 0 <= len(left) * right <= MAX_PATTERN:

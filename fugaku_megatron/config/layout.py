@@ -90,8 +90,15 @@ class Layout:
             "ffn-hidden-size": model.ffn_hidden_size,
         }
         if model.num_experts:
-            if run.parallel.expert_tensor_parallel_size != 1:
-                divided["moe-ffn-hidden-size"] = model.moe_ffn_hidden_size or 0
+            width = model.moe_ffn_hidden_size or 0
+            etp = run.parallel.expert_tensor_parallel_size
+            if etp is None:
+                divided["moe-ffn-hidden-size"] = width
+            check(
+                width % (etp or 1) == 0,
+                f"--moe-ffn-hidden-size {width} is not divisible by --expert-tensor-parallel-size {etp}: "
+                "change one of them",
+            )
             shared = model.moe_shared_expert_intermediate_size or 0
             divided["moe-shared-expert-intermediate-size"] = shared
         if model.group_query_attention:
@@ -278,7 +285,11 @@ def check_split(run: RunConfig) -> None:
     each = f"--pipeline-model-parallel-size {pp}"
     if per_stage > 1:
         each += f" x {per_stage} chunks of --pipeline-schedule {parallel.schedule}"
-    check(layers >= parts, f"--num-layers {layers} is below {each}: each needs a layer, change one")
+    sizes = stage_sizes(run)
+    check(
+        layers >= parts or sizes is not None,
+        f"--num-layers {layers} is below {each}: each needs a layer, change one",
+    )
     check(
         per_chunk is None or layers % (pp * per_chunk) == 0,
         f"--num-layers {layers} is not divisible by "
@@ -296,9 +307,12 @@ def check_split(run: RunConfig) -> None:
         f"--recompute-part-layers has {len(recomputed or ())} numbers and {each} makes {parts} "
         f"parts: pass {parts} numbers",
     )
-    sizes = stage_sizes(run)
     if sizes is None:
         return
+    check(
+        not parallel.ends_in_split or sum(sizes) == layers,
+        f"--num-layers {layers} and {parallel.ends_in_split}, each a layer more, are not divisible by {each}: change one",
+    )
     flags = f"--pipeline-split {split}"
     if split in ("even", "balanced"):
         given = {name: value for name, value in _ends(run).items() if value is not None}
@@ -326,6 +340,8 @@ def stage_sizes(run: RunConfig) -> tuple[int, ...] | None:
     split = run.parallel.pipeline_split
     if split not in ("even", "balanced"):
         return tuple(map(int, split.split(",")))
+    if run.parallel.ends_in_split:
+        return _even_with_ends(run)
     first = run.parallel.decoder_first_pipeline_num_layers
     last = run.parallel.decoder_last_pipeline_num_layers
     if first is None and last is None:
@@ -336,3 +352,14 @@ def stage_sizes(run: RunConfig) -> tuple[int, ...] | None:
     layers = run.model.num_layers - sum(before) - sum(after)
     between = evenly(layers, stages) if stages else ()
     return (*before, *between, *after)
+
+
+def _even_with_ends(run: RunConfig) -> tuple[int, ...]:
+    """Return equal numbers of layers for each virtual stage, of which the embedding and the loss are one if a flag says so."""
+    embedding = int(run.parallel.account_for_embedding_in_pipeline_split)
+    loss = int(run.parallel.account_for_loss_in_pipeline_split)
+    stages = run.placement.virtual_stages
+    sizes = [(run.model.num_layers + embedding + loss) // stages for _ in range(stages)]
+    sizes[0] -= embedding
+    sizes[-1] -= loss
+    return tuple(sizes)

@@ -50,27 +50,14 @@ class MatrixRanks:
     expert_model_parallel_size: int = free_option(
         1,
         "ranks with different experts (EP): tokens are dispatched to their experts' ranks and combined "
-        "on return; data-parallel ranks, and with --expert-tensor-parallel-size 1 also tensor-parallel ranks",
+        "on return; data-parallel ranks, and with a smaller --expert-tensor-parallel-size also tensor-parallel ranks",
         maximum=2**12,
     )
     expert_tensor_parallel_size: int | None = free_optional(
-        "ranks that share each expert's matrices: 1, or the tensor-parallel size (default)",
+        "ranks that share each expert's matrices (default: the tensor-parallel size, of which it is a divisor)",
         maximum=2**16,
+        needs="num_experts",
     )
-
-    def _check_expert_ranks(self, sequence_parallel: bool) -> None:
-        tp = self.tensor_model_parallel_size
-        etp = self.expert_tensor_parallel_size
-        check(
-            etp in (None, 1, tp),
-            f"--expert-tensor-parallel-size {etp} is not supported: pass 1, or "
-            f"--tensor-model-parallel-size, which is {tp}",
-        )
-        check(
-            not self.divides_experts or tp == 1 or sequence_parallel,
-            f"{self.dividing_flag} with --tensor-model-parallel-size "
-            f"{tp} needs --sequence-parallel, so that every rank sends other tokens: pass it",
-        )
 
     @cached_property
     def divides_experts(self) -> bool:
@@ -96,14 +83,20 @@ class ParallelConfig(MatrixRanks, CheckedFields):
     )
     pipeline_split: str = free_option(
         "balanced",
-        "layers of each stage, such as 9,3, or of each model chunk in the order of the model; balanced: stages "
-        "of equal cost, the logits counted; even: equal numbers of layers",
+        "layers of each stage, such as 9,3, or of each model chunk in the order of the model, where the first and the last "
+        "may be 0; balanced: stages of equal cost, the logits counted; even: equal numbers of layers",
     )
     decoder_first_pipeline_num_layers: int | None = free_optional(
         "layers of the first stage; the others share the rest"
     )
     decoder_last_pipeline_num_layers: int | None = free_optional(
         "layers of the last stage; the others share the rest"
+    )
+    account_for_embedding_in_pipeline_split: bool = free_switch(
+        "count the embedding as a layer, and cut the layers evenly; the first model chunk has one less"
+    )
+    account_for_loss_in_pipeline_split: bool = free_switch(
+        "count the loss as a layer, and cut the layers evenly; the last model chunk has one less"
     )
     pipeline_schedule: str | None = free_optional(
         "order of forwards and backwards: 1f1b; interleaved over several model chunks "
@@ -174,13 +167,13 @@ class ParallelConfig(MatrixRanks, CheckedFields):
             f"--cp-comm-type {' '.join(wrong)}: pass {', '.join(CP_COMM_TYPES)} or {EITHER}",
         )
         self._check_schedule()
-        self._check_expert_ranks(self.sequence_parallel)
         check(
             self.zero_stage == 1 or not self.overlap_param_gather,
             f"--overlap-param-gather needs --use-distributed-optimizer, "
             f"and --zero-stage is {self.zero_stage}: pass --zero-stage 1, or leave it out",
         )
-        numbers = all(part.isdecimal() and int(part) for part in self.pipeline_split.split(","))
+        given = self.pipeline_split.split(",")
+        numbers = all(part.isdecimal() for part in given) and all(map(int, given[1:-1]))
         check(
             numbers or self.pipeline_split in ("balanced", "even"),
             f"--pipeline-split {self.pipeline_split}: pass the layers of "
@@ -198,6 +191,22 @@ class ParallelConfig(MatrixRanks, CheckedFields):
                 f"{flag(name)} {value} needs "
                 "--pipeline-model-parallel-size above 1: pass it, or leave it out",
             )
+        first = self.decoder_first_pipeline_num_layers
+        last = self.decoder_last_pipeline_num_layers
+        check(
+            not self.ends_in_split or not (numbers or first or last),
+            f"{self.ends_in_split} cuts the layers evenly: leave it out beside --pipeline-split {self.pipeline_split}, "
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers",
+        )
+
+    @cached_property
+    def ends_in_split(self) -> str:
+        """Flags that count the embedding or the loss as a layer."""
+        names = (
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+        )
+        return " ".join(flag(name) for name in names if getattr(self, name))
 
     def _check_schedule(self) -> None:
         pp = self.pipeline_model_parallel_size

@@ -26,13 +26,15 @@ class PipelineLayoutFields:
 
     pipeline_model_parallel_layout: str | None = optional(
         "layers of each model chunk in the order of the model, as in Megatron-LM: E the embedding, t a layer, L the loss, "
-        "| a border, *N repetitions, such as 'Et*3|(tt|)*6L'",
+        "| a border, *N repetitions, such as 'Et*3|(tt|)*6L'; the first and the last may have no t",
         excludes=(
             "pipeline_split",
             "decoder_first_pipeline_num_layers",
             "decoder_last_pipeline_num_layers",
             "num_virtual_stages_per_pipeline_rank",
             "num_layers_per_virtual_pipeline_stage",
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
         ),
     )
 
@@ -56,7 +58,10 @@ def parse_layout(text: str) -> tuple[int, ...]:
         f"{place}: the embedding E is first and the loss L last, once each",
     )
     stages = tuple(map(len, middle.split(BORDER)))
-    check(min(stages) > 0, f"{place} has a stage without layers: move a t there")
+    check(
+        all(stages[1:-1]) and any(stages),
+        f"{place} has a stage without layers between the first and the last: move a t there",
+    )
     return stages
 
 
@@ -75,7 +80,7 @@ def with_stages(values: FieldValues) -> FieldValues:
     (declared,) = declarations(PipelineLayoutFields)
     for name in declared.excludes:
         check(
-            fields.get(name) is None,
+            not fields.get(name),
             f"{flag(name)} {fields.get(name)} and {place} exclude each other: the layout says it",
         )
     layers = fields.get("num_layers")

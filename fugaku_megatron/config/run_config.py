@@ -57,6 +57,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         self._check_lengths()
         self._check_kernels()
+        self._derive_expert_ranks()
         self._check_divided_experts()
         self._check_lora()
 
@@ -178,7 +179,7 @@ class RunConfig:
         model = self.model
         parallel = self.parallel
         tp = parallel.tensor_model_parallel_size
-        etp = parallel.expert_tensor_parallel_size or tp
+        etp = self.etp
         dense = model.ffn_hidden_size if model.activation in model.mlps else None
         experts = model.moe_ffn_hidden_size if model.num_experts else None
         shared = model.moe_shared_expert_intermediate_size
@@ -207,6 +208,11 @@ class RunConfig:
     def tp(self) -> int:
         """Tensor-parallel size."""
         return self.parallel.tensor_model_parallel_size
+
+    @cached_property
+    def etp(self) -> int:
+        """Ranks that share each expert's matrices."""
+        return self.parallel.expert_tensor_parallel_size or self.tp
 
     @cached_property
     def on_one_rank(self) -> RunConfig:
@@ -278,18 +284,29 @@ class RunConfig:
     def masters(self) -> bool:
         return self.precision.name != "fp32" and self.optimizer.main_params_dtype == "fp32"
 
+    def _derive_expert_ranks(self) -> None:
+        if self.model.num_experts is None and self.parallel.expert_tensor_parallel_size:
+            parallel = replace(self.parallel, expert_tensor_parallel_size=None)
+            object.__setattr__(self, "parallel", parallel)
+
     def _check_divided_experts(self) -> None:
         parallel = self.parallel
         if not parallel.divides_experts:
             return
+        tp = self.tp
         check(
             self.model.num_experts,
             f"{parallel.dividing_flag} needs --num-experts: leave it out",
         )
         check(
-            not self.optimizer.muon,
-            f"{parallel.dividing_flag} is supported with AdamW, not with --optimizer "
-            "muon: leave one of them out",
+            tp % self.etp == 0,
+            f"--expert-tensor-parallel-size {self.etp} is not supported: pass a divisor of "
+            f"--tensor-model-parallel-size, which is {tp}",
+        )
+        check(
+            tp == 1 or parallel.sequence_parallel,
+            f"{parallel.dividing_flag} with --tensor-model-parallel-size "
+            f"{tp} needs --sequence-parallel, so that every rank sends other tokens: pass it",
         )
 
 

@@ -91,7 +91,7 @@ def _expert_adapter(
     count = experts.gemm_count
     divided = bool(experts.divided)
     size = elements * count
-    is_shared = not divided or (run.parallel.expert_tensor_parallel_size or run.tp) > 1
+    is_shared = not divided or run.etp > 1
     replicated = size if whole and is_shared else 0
     return replace(
         matmul,

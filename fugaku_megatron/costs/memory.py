@@ -17,7 +17,7 @@ from ..config.rows import ACTIVATIONS, MLP_OF_EXPERTS
 from ..config.run_config import RunConfig
 from ..pipeline.instructions import InFlight
 from ..pipeline.schedule_names import row
-from .buckets import bucket_elements, bucket_units, unit_elements, updated_elements, zero_shards
+from .buckets import bucket_elements, bucket_sizes, bucket_units, unit_elements, updated_elements
 from .context_parallel import key_working_bytes
 from .layers import layer_records, per_layer
 from .linear_layers import layer_savings
@@ -58,14 +58,19 @@ def frozen_bytes(run: RunConfig, stage: int) -> int:
 
 
 def _second_moment_of_muon(run: RunConfig, layout: Layout, stage: int) -> int:
-    shards = zero_shards(run, layout)
-    matrices = matrix_elements(run)
-    sizes = bucket_elements(run, layout, stage)
-    elements = 0
-    for size, bucket in zip(sizes, bucket_units(run, layout, stage), strict=True):
-        without = sum(matrices[unit] for unit in bucket if isinstance(unit, int))
-        elements += min(size // shards, size - without)
-    return elements
+    divided, others = matrix_elements(run)
+    buckets = bucket_units(run, layout, stage)
+    matrices = [
+        sum(kind[unit] for unit in bucket if isinstance(unit, int))
+        for kind in (others, divided)
+        for bucket in buckets
+    ]
+    sizes = bucket_sizes(run, layout, stage)
+    whole = (size for kind in zip(*sizes, strict=True) for size in kind)
+    shards = updated_elements(run, layout, stage)
+    return sum(
+        min(own, size - without) for own, size, without in zip(shards, whole, matrices, strict=True)
+    )
 
 
 def _scales(run: RunConfig, layout: Layout, stage: int) -> int:
@@ -284,7 +289,7 @@ def reused_bytes(run: RunConfig, layout: Layout, stage: int, live: int) -> int:
     if layout.microbatches(run) > 1:
         return 0
     sizes = bucket_elements(run, layout, stage)
-    layers = sum(map(len, stage_layers(run, stage)))
+    layers = sum(map(len, stage_layers(run, stage))) or 1
     tied_first = run.model.tied and layout.pp == 1
     peak = 0
     allocated = sizes[-1] if tied_first else 0

@@ -90,7 +90,7 @@ class Division:
     def of(run: RunConfig) -> Division:
         parallel = run.parallel
         pairs = run.tokens_per_microbatch * run.model.moe_router_topk
-        etp = parallel.expert_tensor_parallel_size or run.tp
+        etp = run.etp
         return Division(
             ep=parallel.expert_model_parallel_size,
             etp=etp,

@@ -160,12 +160,15 @@ def scales(segments: Iterable[tuple[int, int]], elements: int) -> int:
     return min(found, total)
 
 
-def layer_matrices(run: RunConfig, kind: LayerKind) -> Matrices:
-    matrices = [] if kind.mixer is None else mixer_costs(kind.mixer).matrices(run)
+def layer_matrices(run: RunConfig, kind: LayerKind) -> tuple[Matrices, Matrices]:
+    """Return the whole matrices of a layer: (divided experts, others)."""
+    divided: Matrices = []
+    others = [] if kind.mixer is None else mixer_costs(kind.mixer).matrices(run)
     for linear in [] if kind.mlp is None else mlp_linears(run, kind.mlp):
         count = run.model.num_experts or 0 if linear.in_experts else 1
+        matrices = divided if linear.divided else others
         matrices.append((count, linear.widths * linear.outputs, linear.inputs))
-    return matrices
+    return divided, others
 
 
 def _replicated(model: ModelConfig, mlp: str | None) -> Matrices:
@@ -177,20 +180,21 @@ def _replicated(model: ModelConfig, mlp: str | None) -> Matrices:
     return matrices
 
 
-def matrix_elements(run: RunConfig) -> tuple[int, ...]:
-    """Return every layer's Muon matrix elements on one rank; zeros with AdamW."""
-    if not run.optimizer.muon:
-        return tuple(0 for _ in run.model.mlps)
+def matrix_elements(run: RunConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return every layer's Muon matrix elements on one rank: (divided experts, others)."""
+    expert_ranks = run.parallel.expert_model_parallel_size * run.etp
 
     def total(matrices: Matrices) -> int:
         return sum(count * rows * columns for count, rows, columns in matrices)
 
-    return per_layer(
+    divided = per_layer(run, lambda kind: total(layer_matrices(run, kind)[0]) // expert_ranks)
+    others = per_layer(
         run,
         lambda kind: (
-            total(layer_matrices(run, kind)) // run.tp + total(_replicated(run.model, kind.mlp))
+            total(layer_matrices(run, kind)[1]) // run.tp + total(_replicated(run.model, kind.mlp))
         ),
     )
+    return divided, others
 
 
 Matmuls = list[tuple[int, int, int, int]]  # (how many, m, n, k), of (m, k) by (k, n)
@@ -199,15 +203,19 @@ Matmuls = list[tuple[int, int, int, int]]  # (how many, m, n, k), of (m, k) by (
 def muon_matmuls(run: RunConfig, stage: int) -> Matmuls:
     """Return the matmuls with which a stage's data-parallel ranks orthogonalize in a step.
 
-    Tensor-parallel ranks compute whole matrices alike, or with --muon-tp-mode blockwise their shards, here as if row-sharded.
+    Ranks that share a matrix compute the whole one alike, or with --muon-tp-mode blockwise their shards, here as if row-sharded.
+    A divided expert is updated by more ranks than the data-parallel ones if fewer ranks share an expert.
     """
-    shards = run.tp if run.optimizer.muon_tp_mode == "blockwise" else 1
+    blockwise = run.optimizer.muon_tp_mode == "blockwise"
     matrices = Counter[tuple[int, int]]()
     for layer in itertools.chain(*stage_layers(run, stage)):
         kind = run.model.layer_kinds[layer]
-        for count, rows, columns in [*layer_matrices(run, kind), *_replicated(run.model, kind.mlp)]:
-            m, n = sorted((max(1, rows // shards), columns))
-            matrices[m, n] += count
+        divided, others = layer_matrices(run, kind)
+        others += _replicated(run.model, kind.mlp)
+        for group, ranks in ((divided, run.etp), (others, run.tp)):
+            for count, rows, columns in group:
+                m, n = sorted((max(1, rows // ranks) if blockwise else rows, columns))
+                matrices[m, n] += -(-count * ranks // run.tp)
     return [
         (count * run.optimizer.muon_num_ns_steps, *sides)
         for (m, n), count in matrices.items()

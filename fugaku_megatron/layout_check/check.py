@@ -289,7 +289,8 @@ def _compare_alone(
         _trainer(Plan(with_other_kernels(run), alone.layout), SoloComm(), build)
     ) as trainer:
         if isinstance(trainer.optimizer.matrices, Muon):
-            trainer.optimizer.matrices.update_as(small.layout.tp)
+            layout = small.layout
+            trainer.optimizer.matrices.update_as(layout.tp, layout.etp or layout.tp)
         recorder = Recorder(trainer)
         recorder.train(SAVED)
         saved = assembled(_checkpoint_pieces(trainer, CHECKPOINT))

@@ -226,6 +226,8 @@ def _parallel(
         pipeline_split=EVEN,
         decoder_first_pipeline_num_layers=None,
         decoder_last_pipeline_num_layers=None,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
         num_layers_per_virtual_pipeline_stage=per_chunk,
         cp_comm_type=comm_types,
         ddp_bucket_size=1 if _has_buckets(run, layout) else None,

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.base import Comm
 from ..comm.grid import Groups
 from ..config.model import ModelConfig
 from ..config.run_config import RunConfig
@@ -65,16 +64,20 @@ def matrices_of(
         group = model.num_attention_heads // model.query_groups
         sizes = (*(group * d for _ in range(model.query_widths)), d, d)
         yield from weight.view(-1, sum(sizes), weight.shape[-1]).split(sizes, dim=1)
-    elif ".experts." in spec.name:
+    elif _in_experts(spec):
         yield from weight.view(len(weight), 1, -1, weight.shape[-1])
     else:
         yield weight.view(1, -1, weight.shape[-1])
 
 
+def _in_experts(spec: ParameterSpec) -> bool:
+    return ".experts." in spec.name
+
+
 class Muon:
     """Momentum and orthogonal updates for the weight matrices in a rank's buckets.
 
-    shards: equal shards of this rank's divided weights, each of which is orthogonalized alone
+    shards, expert_shards: equal shards of this rank's weights, each of which is orthogonalized alone
     """
 
     def __init__(
@@ -90,17 +93,19 @@ class Muon:
         self.flat = flat
         self.buckets = buckets
         self.kernels = kernels
-        self.dp = groups.dp
-        self.tp: Comm | None = None  # None: no weight is gathered over tensor-parallel ranks
-        if groups.tp.size > 1 and self.config.muon_tp_mode != "blockwise":
-            self.tp = groups.tp
+        self.groups = groups
         self.shards = 1
+        self.expert_shards = 1
         self._assigned = [self._assign(bucket) for bucket in flat.buckets]
 
-    def update_as(self, tp: int) -> None:
-        """Compute the updates of `tp` tensor-parallel ranks on one rank: with --muon-tp-mode blockwise they depend on the shards."""
+    def update_as(self, tp: int, etp: int) -> None:
+        """Compute the updates of `tp` tensor-parallel ranks, of which `etp` share an expert, on one rank.
+
+        With --muon-tp-mode blockwise they depend on the shards.
+        """
         if self.config.muon_tp_mode == "blockwise":
             self.shards = tp
+            self.expert_shards = etp
 
     def _assign(self, bucket: Bucket) -> list[tuple[FlatParameter, int]] | None:
         """Return this rank's matrices in a bucket, with their starts and balanced by cost; tensor-parallel ranks get the same."""
@@ -111,12 +116,13 @@ class Muon:
         ]
         if not matrices:
             return None
-        costs = [0.0 for _ in range(self.dp.size)]
+        replicas = self.buckets.replicas(bucket)
+        costs = [0.0 for _ in range(replicas.size)]
         own = []
         for parameter, start in sorted(matrices, key=lambda each: -_cost(each[0])):
             rank = costs.index(min(costs))
             costs[rank] += _cost(parameter)
-            if rank == self.dp.rank:
+            if rank == replicas.rank:
                 own.append((parameter, start))
         return own
 
@@ -145,32 +151,33 @@ class Muon:
         bucket = self.flat.buckets[index]
         if assigned is None:
             return None
+        replicas = self.buckets.replicas(bucket)
         result = torch.zeros(bucket.end - bucket.start)
-        if self.buckets.sharded and self.dp.size > 1:
+        if self.buckets.sharded and replicas.size > 1:
             gathered = torch.empty_like(result)
-            self.dp.all_gather(gathered, momentum)
+            replicas.all_gather(gathered, momentum)
             momentum = gathered
         for parameter, start in assigned:
             at = slice(start, start + parameter.numel())
             result[at].view(parameter.shape).copy_(
                 self._orthogonal(parameter.spec, momentum[at].view(parameter.shape))
             )
-        if self.dp.size == 1:
+        if replicas.size == 1:
             return result
         if not self.buckets.sharded:
-            return self.dp.all_reduce(result)
+            return replicas.all_reduce(result)
         first, last = self.buckets.shard(bucket)
         own = result[first - bucket.start : last - bucket.start]
-        self.dp.reduce_scatter(own, result)
+        replicas.reduce_scatter(own, result)
         return own
 
     def _orthogonal(self, spec: ParameterSpec, own: Tensor) -> Tensor:
         dim = spec.partition_dim
         if dim is None:
             return self._whole(spec, own)
-        tp = self.tp
-        if tp is None:
-            shards = own.chunk(self.shards, dim)
+        tp = self.groups.etp if spec.expert else self.groups.tp
+        if tp.size == 1 or self.config.muon_tp_mode == "blockwise":
+            shards = own.chunk(self.expert_shards if _in_experts(spec) else self.shards, dim)
             return torch.cat([self._whole(spec, each.contiguous()) for each in shards], dim)
         gathered = tp.all_gather(own.new_empty(tp.size, *own.shape), own.contiguous())
         return self._whole(spec, torch.cat(list(gathered), dim)).chunk(tp.size, dim)[tp.rank]

@@ -133,12 +133,12 @@ class Network:
     def _group(self, group: str) -> tuple[int, int]:
         layout = self.layout
         ranks = self.ranks_per_node
-        if group == "ep" and layout.etp == 1:  # tensor-parallel ranks, then other replicas
-            near = min(layout.tp, layout.ep)
-            if ranks < near:
-                return layout.ep, max(1, ranks)
-            return layout.ep, near * max(1, ranks // (layout.tp * layout.pp))
         etp = layout.etp or layout.tp
+        if group == "ep" and etp < layout.tp:  # tensor-parallel ranks, then other replicas
+            near = min(layout.tp // etp, layout.ep)
+            if ranks < near * etp:
+                return layout.ep, max(1, ranks // etp)
+            return layout.ep, near * max(1, ranks // (layout.tp * layout.pp))
         sharing = layout.tp * layout.cp
         if group == "dp":  # ranks that share a sequence, then other replicas
             if ranks < sharing:

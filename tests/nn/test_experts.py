@@ -428,5 +428,7 @@ def test_a_checkpoint_moves_between_layouts(tmp_path, layout):
 
 def test_layers_with_experts():
     assert marked_layers("moe_layer_freq", "2", 5) == (True, False, True, False, True)
-    for pattern in ("([0]*1+[1]*3)", "[0, 1, 1, 1]"):
+    for pattern in ("([0]*1+[1]*3)", "[0, 1, 1, 1]", "([0]*1)+([1]*(1+2))"):
         assert marked_layers("moe_layer_freq", pattern, 4) == (False, True, True, True)
+    pattern = "([0]*1+[1]*2)*2"
+    assert marked_layers("moe_layer_freq", pattern, 6) == (False, True, True, False, True, True)
