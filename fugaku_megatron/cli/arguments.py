@@ -259,14 +259,15 @@ def _mistakes(values: Mapping[str, Any], others: bool) -> Iterator[str]:
     """Yield the reasons why flags are refused; if any, or `others`, also an error of the run
     without them.
     """
-    found = others
+    refused: dict[str, list[str]] = {}  # by reason
     for name, other, words in _others(values):
         if other.refuses(words if isinstance(words, list) else (), values):
-            found = True
             shown = f"{name} {' '.join(words)}" if other.accepted else name
-            yield f"{shown:.200}: {other.meaning}"
+            refused.setdefault(other.meaning, []).append(shown)
+    for meaning, names in refused.items():
+        yield f"{', '.join(names):.200}: {meaning}"
     recipe = values["recipe"]
-    if not found or (recipe and recipe.lower() not in RECIPES):
+    if not (refused or others) or (recipe and recipe.lower() not in RECIPES):
         return
     given = {name: value for name, value in _fields(values).items() if value is not None}
     try:

@@ -15,6 +15,7 @@ from .fields import (
     check,
     course_option,
     course_optional,
+    course_switch,
     flag,
     free_option,
     free_switch,
@@ -191,6 +192,9 @@ class OptimizerConfig(CheckedFields):
     )
     weight_decay: float = course_option(
         0.01, "decoupled weight decay, on matrices only", range=NOT_NEGATIVE
+    )
+    apply_wd_to_qk_layernorm: bool = course_switch(
+        "weight decay on the norms of queries and keys too", needs="qk_layernorm"
     )
     start_weight_decay: float | None = course_optional(
         "weight decay at the start (default: --weight-decay)",

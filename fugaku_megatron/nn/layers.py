@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,7 @@ class Context:
     ep, etp: ranks with different experts, and ranks that share each expert; None if experts are not divided.
     cp: ranks that share each sequence; s is then this rank's length.
     cp_comm_types: --cp-comm-type of each layer.
+    decays_qk_layernorm: weight decay applies to norms of queries and keys.
     """
 
     model: ModelConfig
@@ -66,6 +67,7 @@ class Context:
     etp: Comm | None = None
     cp: Comm = ALONE
     cp_comm_types: tuple[str, ...] = ()
+    decays_qk_layernorm: bool = False
 
     def cp_comm_type(self, layer: int) -> str:
         return self.cp_comm_types[layer - 1] if self.cp_comm_types else A2A
@@ -146,7 +148,7 @@ class Context:
 
         partition_dim, std, fill, init_name: see `ParameterSpec`; init_name: None: the parameter's name
         experts: (e, ...) of every expert. Partial gradients of a parameter replicated over `etp` are all-reduced there.
-        traits: fields of the spec, if not as in the run's layers: sequence_parallel, balances, quantized
+        traits: fields of the spec, if not as in the run's layers: sequence_parallel, decays, balances, quantized
         """
         tp = (self.etp or self.tp) if experts else self.tp
         ep = self.ep if experts else None
@@ -475,15 +477,15 @@ class HeadNorm(nn.Module):
         size = (together * context.model.kv_channels,)
         self.centered = context.model.apply_layernorm_1p
         self.bias = None
+        make = partial(context.parameter, decays=context.decays_qk_layernorm)
         if context.model.qk_layernorm_all_heads:
-            self.weight = context.parameter(f"{name}.weight", size, 0, fill=1.0 - self.centered)
+            self.weight = make(f"{name}.weight", size, 0, fill=1.0 - self.centered)
             return
-        self.weight = context.parameter(
-            f"{name}.weight", size, fill=1.0 - self.centered, sequence_parallel=True
-        )
+        make = partial(make, sequence_parallel=True)
+        self.weight = make(f"{name}.weight", size, fill=1.0 - self.centered)
         kernel = context.model.norm.kernel
         if kernel is not None and kernel.bias:
-            self.bias = context.parameter(f"{name}.bias", size, sequence_parallel=True)
+            self.bias = make(f"{name}.bias", size)
 
     def scale(self) -> Tensor:
         return scale(self.weight, self.centered)

@@ -51,6 +51,7 @@ class Stage(nn.Module):
             etp=groups.etp if parallel.divides_experts else None,
             cp=groups.cp,
             cp_comm_types=run.cp_comm_types if groups.cp.size > 1 else (),
+            decays_qk_layernorm=run.optimizer.apply_wd_to_qk_layernorm,
         )
         rows = memory.logits_rows(run)
         self.chunks: Any = nn.ModuleList(

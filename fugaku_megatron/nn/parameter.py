@@ -29,6 +29,7 @@ class ParameterSpec:
     sequence_parallel: replica with partial gradients, from a sequence shard or own heads, summed over tensor-parallel ranks.
     expert: of divided experts; ranks with the same experts reduce its gradient.
     quantized: stored in eight bits (`Q8Weight`).
+    decays: a vector to which weight decay applies.
     balances: bias on router scores. The optimizer uses only the sign of its gradient, tokens beyond the mean per expert.
     """
 
@@ -44,20 +45,25 @@ class ParameterSpec:
     log_range: tuple[float, float] | None = None
     sequence_parallel: bool = False
     expert: bool = False
+    decays: bool = False
     balances: bool = False
     frozen: bool = False
     quantized: bool = False
 
     @cached_property
-    def decayed(self) -> bool:
-        """True if weight decay applies: for matrices."""
+    def is_matrix(self) -> bool:
         return len(self.shape) > 1 and not self.name.endswith(".bias")
+
+    @cached_property
+    def decayed(self) -> bool:
+        """True if weight decay applies."""
+        return self.is_matrix or self.decays
 
     @cached_property
     def orthogonal(self) -> bool:
         """True if Muon orthogonalizes the updates: for matrices but embeddings, logits and convolutions."""
         outside = self.name.startswith(("embedding.", "output_layer."))
-        return self.decayed and not outside and not self.name.endswith(".conv1d.weight")
+        return self.is_matrix and not outside and not self.name.endswith(".conv1d.weight")
 
     @cached_property
     def decoupled(self) -> bool:

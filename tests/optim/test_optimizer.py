@@ -326,6 +326,22 @@ def test_biases_are_not_decayed():
     )
 
 
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+def test_weight_decay_of_norms_of_heads(normalization):
+    """megatron/core/optimizer/__init__.py, get_standard_config_overrides: their weights and biases decay like matrices."""
+    norms = {"qk_layernorm": True, "normalization": normalization}
+    flags = {**norms, "apply_wd_to_qk_layernorm": True, "optimizer": "muon"}
+    flat = make_trainer(SoloComm(), small_run(**flags)).optimizer.flat
+    vectors = {
+        p.spec.name.split("self_attention.")[-1]
+        for p in flat.parameters
+        if p.spec.decayed and p.dim() == 1 and p.spec.name.startswith("decoder.layers.0.")
+    }
+    kinds = ("weight", "bias") if normalization == "LayerNorm" else ("weight",)
+    assert vectors == {f"{name}_layernorm.{kind}" for name in "qk" for kind in kinds}
+    assert all(p.spec.decayed and p.dim() > 1 for p in flat.parameters if p.spec.orthogonal)
+
+
 def schedule(**changes) -> ParamSchedule:
     """Return the schedule over 100 iterations with 16 samples, rate 1 to 0.1."""
     return ParamSchedule.from_run(

@@ -51,11 +51,20 @@ def given(name: str, value: str) -> list[str]:
 
 
 def test_every_refused_flag_says_why():
-    refused = {name: other for name, other in OTHER_FLAGS.items() if other.refused}
-    text = refusal(*(word for name in refused for word in given(name, "77")))
-    assert text == "; ".join(
-        f"{name}{' 77' if other.accepted else ''}: {other.meaning}"
-        for name, other in refused.items()
+    for name, other in OTHER_FLAGS.items():
+        if other.refused:
+            shown = f"{name} 77" if other.accepted else name
+            assert refusal(*given(name, "77")) == f"{shown}: {other.meaning}"
+
+
+def test_flags_of_programs_that_generate_text_name_our_command_in_one_line():
+    """Arguments of gpt_dynamic_inference.py and run_text_generation_server.py."""
+    text = refusal(
+        *"--num-tokens-to-generate 30 --prompts a b --top_p 0.9 --inference-max-requests 8 --port 5000".split()
+    )
+    assert text.startswith(
+        "--num-tokens-to-generate, --prompts, --top_p, --port: train generates no text: "
+        "pass fugaku-megatron generate --load DIRECTORY"
     )
 
 
