@@ -13,12 +13,13 @@ from .fields import (
 from .rules import CheckedFields
 
 COMPARISON_INTERVAL = 100  # iterations
+AUDIT_INTERVAL = 400  # iterations, of which an audit repeats one
 
 
 @cached_hash
 @dataclass(frozen=True, kw_only=True)
 class NumbersConfig(CheckedFields):
-    """Checks for silent faults; only the replica comparison is on by default."""
+    """Checks for silent faults; replicas are compared and iterations audited by default."""
 
     check_weight_hash_across_dp_replicas_interval: int | None = free_option(
         COMPARISON_INTERVAL,
@@ -28,8 +29,8 @@ class NumbersConfig(CheckedFields):
         range=NOT_NEGATIVE,
     )
     audit_interval: int = free_option(
-        0,
-        "iterations between audits, such as 200: the next data-parallel rank repeats a rank's iteration and a sixteenth of the "
+        AUDIT_INTERVAL,
+        "iterations between audits: the next data-parallel rank repeats a rank's iteration and a sixteenth of the "
         "update of state without a copy, and their bits are compared. In every iteration, as far as it costs 0.3 %, "
         "weights are compared, and state without a copy with its last update. 0: never",
         range=NOT_NEGATIVE,

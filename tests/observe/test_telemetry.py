@@ -125,6 +125,7 @@ def test_a_collector_receives_the_figures_and_spans_under_megatrons_names(collec
         "megatron.train",
         "megatron.train.first_iteration",
         "megatron.train.iteration",
+        "megatron.train.iteration.audit",
         "megatron.train.iteration.forward_backward",
         "megatron.train.iteration.optimizer",
         "megatron.microbatch.forward",

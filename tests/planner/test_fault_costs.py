@@ -6,6 +6,7 @@ import shlex
 import pytest
 
 from fugaku_megatron.cli.parser import Parser
+from fugaku_megatron.config.faults import AUDIT_INTERVAL
 from fugaku_megatron.costs.stages import model_parameters
 from fugaku_megatron.observe.export import spans
 from fugaku_megatron.observe.export.hours import HOURS
@@ -59,10 +60,10 @@ def test_modelled_seconds_are_bytes_over_rates():
     assert costs.load[MEMORY] == pytest.approx(whole / 384 / machine.link_gbs / 1e9)
     assert costs.delay[MEMORY] == found.seconds  # an iteration is longer than the message
     assert costs.detect[NODE] == 10 * found.seconds > costs.detect[PROCESS]
-    assert costs.besides == 0 and not costs.measured
+    assert costs.besides == 1 / AUDIT_INTERVAL + COMPARED and not costs.measured
     assert modelled(found, 2 * rate).load[SAVE] == costs.load[SAVE] / 2
-    audited = best_plan(f"{LAYOUT_30B} --audit-interval 200")
-    assert modelled(audited, rate).besides == 1 / 200 + COMPARED
+    without = best_plan(f"{LAYOUT_30B} --audit-interval 0")
+    assert modelled(without, rate).besides == 0
     flags = [[each.flag for group in strategy for each in group] for strategy in costs.strategies()]
     assert flags == [[SAVE], [ASYNC], [MEMORY, ASYNC], [LOCAL, COPY]]
 

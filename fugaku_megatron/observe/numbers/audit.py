@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ...comm.agreement import differing, everywhere, first_text
+from ...config.faults import AUDIT_INTERVAL
 from ...config.fields import check
 from ...host import kernels
 from ...host.machine import cpu_model
@@ -124,27 +125,32 @@ class Audit:
     def broken_seal(self) -> Difference | None:
         """Compare state that one rank has with the last update's."""
         found = self.seals.broken()
-        if not self._any(found is not None):
-            return None
+        return self._broken(found) if self._any(found is not None) else None
+
+    def _broken(self, found: str | None) -> Difference:
+        """Return the difference of the first rank whose seal is broken; `found` is this rank's."""
         place = self._place()
         text = f"{place} holds other bits in {found} than its last update wrote"
         return Difference(STATES, self._first_text(found is not None, lambda: text))
 
     def _changed_state(self) -> Difference | None:
-        """Compare state with the last update's, and a part of the weights with other ranks."""
-        if found := self.broken_seal():
-            return found
+        """Compare state with the last update's, and a part of the weights with other ranks, in one sum over all ranks."""
         trainer = self.trainer
         optimizer = trainer.optimizer
+        found = self.seals.broken()
         optimizer.buckets.await_weights()
         sums = weight_sums(optimizer, optimizer.steps % self.parts, self.parts)
         differs = False
         for own, comm in zip(sums, (trainer.groups.dp, trainer.groups.edp), strict=True):
             largest, of_complements = comm.all_reduce(torch.stack([own, ~own]), "max")
             differs |= bool(largest != ~of_complements)
-        if not self._any(differs):
-            return None
-        return trainer.replicas.difference(trainer.progress.iteration, again=True)
+        seen = torch.tensor([int(found is not None), int(differs)])
+        broken, different = trainer.world.all_reduce(seen, "max").tolist()
+        if broken:
+            return self._broken(found)
+        if different:
+            return trainer.replicas.difference(trainer.progress.iteration, again=True)
+        return None
 
     def _repeat(self, consumed: int, distance: int) -> Sums:
         """Compute the iteration of the rank `distance` data-parallel ranks after this one."""
@@ -228,7 +234,7 @@ def _either(places: Sequence[str]) -> str:
 def watch_numbers(trainer: Trainer, say: Say) -> str | None:
     """Attach --rerun-on-spike and --audit-interval to a trainer; return the log's line. Collective.
 
-    Raise ValueError if ranks of different machines are to be audited.
+    Raise ValueError if ranks of different machines are to be audited, unless by default.
     """
     numbers = trainer.run.numbers
     if not numbers.rerun_on_spike and not numbers.audit_interval:
@@ -245,12 +251,15 @@ def watch_numbers(trainer: Trainer, say: Say) -> str | None:
         "the number of threads": torch.get_num_threads(),
     }
     different = differing(trainer.world, machine)
+    if different and numbers.audit_interval == AUDIT_INTERVAL:
+        return f"note: no audits, because ranks compare bits: {different}"
     with everywhere():
         check(
             not different,
             f"--audit-interval {numbers.audit_interval} compares the bits of ranks, and {different}: "
-            "omit it, or start equal machines with equal threads",
+            "pass 0, or start equal machines with equal threads",
         )
     audit = Audit(trainer, fingerprints, say)
     trainer.audit = audit
-    return audit.line
+    given = numbers.audit_interval != AUDIT_INTERVAL
+    return audit.line if trainer.world.size > 1 or given else None

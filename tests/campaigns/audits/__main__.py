@@ -2,7 +2,8 @@
 
     python -m tests.campaigns.audits --count 500 --seed 1 --results audits.jsonl --write   the table of docs/reliability.md
     python -m tests.campaigns.audits --count 1 --seed 1 --first 57                         that fault again
-    python -m tests.campaigns.audits --clean 10000                                         audits of right ranks
+    python -m tests.campaigns.audits --clean 10000                                         audits of right ranks, as threads
+    python -m tests.campaigns.audits --clean-jobs 5000                                     the same of MPI processes, under each MPI
 
 Kinds and layouts take turns. --results gets a line for each fault, and the same command continues an interrupted campaign.
 """
@@ -21,6 +22,7 @@ from fugaku_megatron.cli.parser import Parser
 from fugaku_megatron.config.fields import check
 from tests.campaigns import reliability_page
 from tests.campaigns.audits.clean import audit_right_ranks
+from tests.campaigns.audits.clean_jobs import audit_right_jobs
 from tests.campaigns.audits.trial import KINDS, LAYOUTS, Fault, attempt
 
 Record = dict[str, Any]  # an outcome in --results
@@ -34,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--results", type=Path, metavar="FILE")
     made.add_argument("--write", action="store_true", help="write the table of docs/reliability.md")
     made.add_argument("--clean", type=int, default=0, help="audits of right ranks")
+    made.add_argument("--clean-jobs", type=int, default=0, help="audits of right MPI processes")
     return made
 
 
@@ -85,9 +88,14 @@ def table(records: Sequence[Record], command: str) -> str:
 
 def main(words: Sequence[str] | None = None) -> None:
     args = parser().parse_args(words)
-    check(args.count or args.clean, "nothing to do: pass --count or --clean")
+    check(
+        args.count or args.clean or args.clean_jobs,
+        "nothing to do: pass --count, --clean or --clean-jobs",
+    )
     if args.clean:
         print(audit_right_ranks(args.clean))
+    if args.clean_jobs:
+        print(audit_right_jobs(args.clean_jobs))
     if args.count:
         numbers = range(args.first, args.first + args.count)
         records = []
