@@ -22,6 +22,7 @@ FC1 = "linear_fc1"
 FC2 = "linear_fc2"
 IN_PROJ = "in_proj"
 OUT_PROJ = "out_proj"
+EH_PROJ = "eh_proj"  # of an MTP module
 
 
 class MixerPart(NamedTuple):
@@ -67,7 +68,7 @@ def input_projections() -> tuple[str, ...]:
 
 def column_parallel() -> tuple[str, ...]:
     """Return the linear layers whose outputs tensor-parallel ranks share."""
-    return (*input_projections(), FC1)
+    return (*input_projections(), FC1, EH_PROJ)
 
 
 def row_parallel() -> tuple[str, ...]:
@@ -92,12 +93,14 @@ class LayerKind(NamedTuple):
     mlp: key in `ACTIVATIONS`, or MLP_OF_EXPERTS; None: the layer has a mixer alone
     window: tokens that a token attends to, including itself; None: all before it
     rope: key in `ModelConfig.ropes`; None: queries and keys are not rotated
+    predicts: the layer belongs to an MTP module
     """
 
     mixer: str | None
     mlp: str | None
     window: int | None
     rope: str | None
+    predicts: bool = False
 
 
 def layer_symbols(text: str, layers: int) -> tuple[str, ...]:

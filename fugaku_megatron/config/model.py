@@ -49,6 +49,7 @@ from .layer_kinds import (
     layer_symbols,
     marked_layers,
 )
+from .prediction import PredictionFields
 from .rows import (
     ACTIVATIONS,
     COUNTED,
@@ -85,7 +86,7 @@ yarn_detail_field = partial(yarn_field, topic=YARN_DETAILS)
 
 @cached_hash
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(ExpertFields, DeltaNetFields, CheckedFields):
+class ModelConfig(ExpertFields, DeltaNetFields, PredictionFields, CheckedFields):
     """Architecture of the GPT, by default Megatron-LM's GPT-2."""
 
     # A field of type int with default None is computed from other fields, and never None afterwards.
@@ -465,6 +466,7 @@ class ModelConfig(ExpertFields, DeltaNetFields, CheckedFields):
         if self.experimental_attention_variant is not None:
             self._check_delta_net(self.layer_types)
         self._check_layers()
+        self._check_predictions(self.seq_length, self.position_embedding_type, self.layer_types)
 
     def _derive(self) -> None:
         """Compute missing fields. A head size that is not an integer stays None."""
@@ -634,7 +636,21 @@ class ModelConfig(ExpertFields, DeltaNetFields, CheckedFields):
 
     @cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        kinds = map(LayerKind, self._mixers, self._mlps, self._windows, self._ropes)
+        """Kinds of the layers, without MTP modules."""
+        return self.all_layer_kinds[: self.num_layers]
+
+    @cached_property
+    def all_layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Kinds of the layers, and then of the MTP modules.
+
+        A module has a layer like the last one. Megatron-core counts the modules from 1 (`layer_number`), so that module k
+        has the window and the rotation of layer k.
+        """
+        kinds = [*map(LayerKind, self._mixers, self._mlps, self._windows, self._ropes)]
+        for window, rope in zip(self._windows[: self.predictions], self._ropes, strict=False):
+            kinds.append(
+                kinds[self.num_layers - 1]._replace(window=window, rope=rope, predicts=True)
+            )
         return tuple(
             kind if kind.mixer == ATTENTION else kind._replace(window=None, rope=None)
             for kind in kinds
@@ -715,12 +731,12 @@ class ModelConfig(ExpertFields, DeltaNetFields, CheckedFields):
     @cached_property
     def residual_parts(self) -> int:
         """Modules of all layers whose output is added to the residual stream."""
-        return sum(self.layer_parts)
+        return sum(self.layer_parts[: self.num_layers])
 
     @cached_property
     def layer_parts(self) -> tuple[int, ...]:
-        """Modules of each layer whose output is added to the residual stream: the mixer and the MLP."""
-        kinds = self.layer_kinds
+        """Modules of each layer, and of each MTP module, whose output is added to the residual stream: the mixer and the MLP."""
+        kinds = self.all_layer_kinds
         return tuple((kind.mixer is not None) + (kind.mlp is not None) for kind in kinds)
 
     @cached_property

@@ -14,7 +14,7 @@ EMBEDDING = "E"
 LAYER = "t"
 LOSS = "L"
 BORDER = "|"
-PREDICTION = "m"  # a layer that predicts further tokens
+PREDICTION = "m"  # an MTP module
 LONGEST = 2**14  # letters
 _GROUP = re.compile(r"\(([^()]*)\)\*(\d{1,5})")
 _LETTER = re.compile(r"([^()*\d])\*(\d{1,5})")
@@ -25,8 +25,8 @@ class PipelineLayoutFields:
     """The flag of a layout in letters, which sets fields of the layout."""
 
     pipeline_model_parallel_layout: str | None = optional(
-        "layers of each model chunk in the order of the model, as in Megatron-LM: E the embedding, t a layer, L the loss, "
-        "| a border, *N repetitions, such as 'Et*3|(tt|)*6L'; the first and the last may have no t",
+        "layers of each model chunk in the order of the model, as in Megatron-LM: E the embedding, t a layer, m a module of "
+        "--mtp-num-layers, L the loss, | a border, *N repetitions, such as 'Et*3|(tt|)*6L'; the first and the last may have no t",
         excludes=(
             "pipeline_split",
             "decoder_first_pipeline_num_layers",
@@ -39,25 +39,36 @@ class PipelineLayoutFields:
     )
 
 
-def parse_layout(text: str) -> tuple[int, ...]:
-    """Return the layers of each virtual stage. Raises ValueError for another text."""
+def parse_layout(text: str, predictions: int = 0) -> tuple[int, ...]:
+    """Return the layers of each virtual stage. Raises ValueError for another text.
+
+    predictions: MTP modules of the model, all next to the loss; their stage needs no layer
+    """
     place = f"--pipeline-model-parallel-layout {text!r:.80}"
     letters = text.replace(",", "")
     for repeated in (_GROUP, _LETTER):
         letters = repeated.sub(_unrolled, letters)
     check(len(letters) < LONGEST, f"{place} has more than {LONGEST} letters: shorten it")
-    check(
-        PREDICTION not in letters,
-        f"{place} has m, a layer that predicts further tokens, which is not supported: leave it out",
-    )
-    wrong = next((each for each in letters if each not in (EMBEDDING, LAYER, LOSS, BORDER)), "")
-    check(not wrong, f"{place} has {wrong!r}: pass E, t, L, | and repetitions such as (tt|)*6")
+    known = (EMBEDDING, LAYER, PREDICTION, LOSS, BORDER)
+    wrong = next((each for each in letters if each not in known), "")
+    check(not wrong, f"{place} has {wrong!r}: pass E, t, m, L, | and repetitions such as (tt|)*6")
     middle = letters.removeprefix(EMBEDDING).removesuffix(LOSS)
     check(
         len(middle) == len(letters) - 2 and not {EMBEDDING, LOSS} & {*middle},
         f"{place}: the embedding E is first and the loss L last, once each",
     )
-    stages = tuple(map(len, middle.split(BORDER)))
+    found = middle.count(PREDICTION)
+    check(
+        found == predictions,
+        f"{place} has {found} m, and --mtp-num-layers is {predictions or None}: change one, so that "
+        "each MTP module is an m",
+    )
+    layers = middle.removesuffix(PREDICTION * predictions)
+    check(
+        PREDICTION not in layers,
+        f"{place} has an m in another place than before L: end it with {PREDICTION * predictions}L",
+    )
+    stages = tuple(map(len, layers.split(BORDER)))
     check(
         all(stages[1:-1]) and any(stages),
         f"{place} has a stage without layers between the first and the last: move a t there",
@@ -75,7 +86,7 @@ def with_stages(values: FieldValues) -> FieldValues:
     text = fields.pop("pipeline_model_parallel_layout", None)
     if text is None:
         return fields
-    stages = parse_layout(text)
+    stages = parse_layout(text, fields.get("mtp_num_layers") or 0)
     place = f"--pipeline-model-parallel-layout {text!r:.80}"
     (declared,) = declarations(PipelineLayoutFields)
     for name in declared.excludes:

@@ -102,6 +102,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         at_most("moe_router_group_topk", "moe_router_num_groups"),
         divisible("moe_router_topk", "moe_router_group_topk", "change one"),
         divisible("linear_num_value_heads", "linear_num_key_heads", "change one of them"),
+        at_most("mtp_num_layers", "num_layers"),
     ),
     "ParallelConfig": (
         one_of("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),

@@ -158,6 +158,11 @@ class RunConfig:
             not self.optimizer.muon,
             f"{given} is not supported with --optimizer {self.optimizer.optimizer}: pass adam",
         )
+        check(
+            not self.model.predictions,
+            f"{given} is not supported with --mtp-num-layers {self.model.mtp_num_layers}: leave one "
+            "of them out",
+        )
         tp = self.parallel.tensor_model_parallel_size
         widths = [self.model.context_width, self.model.ffn_hidden_size]
         if self.model.has_delta_nets:
@@ -234,7 +239,7 @@ class RunConfig:
 
     @cached_property
     def cp_comm_types(self) -> tuple[str, ...]:
-        """Communication types of context parallelism, by layer."""
+        """Communication types of context parallelism, by layer, and then of the MTP modules."""
         model = self.model
         tp = self.tp
         cp = self.parallel.context_parallel_size
@@ -246,7 +251,9 @@ class RunConfig:
         automatic = A2A if divides_heads and divides_groups else P2P
         given = self.parallel.cp_comm_type or (EITHER,)
         types = tuple(automatic if name == EITHER else name for name in given)
-        return types * model.num_layers if len(types) == 1 else types
+        if len(types) == 1:
+            types *= model.num_layers
+        return types + types[-1:] * model.predictions
 
     @cached_property
     def typical_cp_comm_type(self) -> str:
@@ -339,7 +346,8 @@ def saved_run(manifest: FieldValues, sizes: tuple[int, int] | None = None) -> Ru
     for name in GROUPS:
         groups[name] = as_tuples(manifest["config"].get(name, {}))
     groups["batch"] = {"micro_batch_size": 1}
-    groups["model"]["use_z_loss"] = False  # in training only
+    groups["model"]["use_z_loss"] = False  # in training only, as MTP modules
+    groups["model"]["mtp_num_layers"] = None
     groups["training"]["recompute_part_layers"] = None  # depends on the layout
     if sizes:
         tp, pp = sizes

@@ -98,8 +98,16 @@ def open_own(
         check(base is None, f"holds a whole model: leave {BASE_FLAG} {base} out")
         read = _reader(path, manifest, shapes(model))
     carried = Path(directory) / CARRIED
+    notes = []
+    if modules := manifest["config"]["model"].get("mtp_num_layers"):
+        notes.append(f"{modules} MTP modules are left out")
     return Weights(
-        model, read.dtypes, read, carried if carried.is_dir() else None, manifest["config"]
+        model,
+        read.dtypes,
+        read,
+        carried if carried.is_dir() else None,
+        manifest["config"],
+        notes=tuple(notes),
     )
 
 

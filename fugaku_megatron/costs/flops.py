@@ -27,7 +27,7 @@ def _recompute_fraction(run: RunConfig) -> float:
         for virtual_stage in range(run.placement.virtual_stages)
         for group in virtual_stage_recompute_groups(run, virtual_stage)
     ]
-    return sum(map(len, groups)) / run.model.num_layers
+    return sum(map(len, groups)) / len(run.model.all_layer_kinds)
 
 
 def layer_flops(run: RunConfig) -> tuple[float, float]:
@@ -62,10 +62,12 @@ def hardware_flops(
     if squares is not None:
         attention *= squares / (global_batch_size * model.seq_length * document_length(run))
     c = 72 + 24 * _recompute_fraction(run)
-    logits = c / 16 * model.seq_length * model.hidden_size * padded_vocab_size(model, run.tp)
+    logits = c / 24 * logits_flops(run)
     recomputed = attention if run.training.recompute_granularity == "selective" else 0.0
     return global_batch_size * (
-        model.num_layers * (c / 24 * (linear + attention) + recomputed) + logits - frozen_flops(run)
+        len(model.all_layer_kinds) * (c / 24 * (linear + attention) + recomputed)
+        + logits
+        - frozen_flops(run)
     )
 
 
@@ -88,8 +90,15 @@ def model_flops(run: RunConfig, global_batch_size: int) -> float:
     model = run.model
     linear, attention = layer_flops(run)
     layer = 3 * (linear + attention * mean_visible_share(model, document_length(run)))
-    logits = 6 * model.seq_length * model.hidden_size * padded_vocab_size(model, run.tp)
-    return float(global_batch_size * (model.num_layers * layer + logits - frozen_flops(run)))
+    layers = len(model.all_layer_kinds) * layer
+    return float(global_batch_size * (layers + 3 * logits_flops(run) - frozen_flops(run)))
+
+
+def logits_flops(run: RunConfig) -> float:
+    """Return the forward FLOPs per sample of the model's logits, and of its MTP modules' logits."""
+    model = run.model
+    heads = 1 + model.predictions
+    return 2 * heads * model.seq_length * model.hidden_size * padded_vocab_size(model, run.tp)
 
 
 def frozen_flops(run: RunConfig) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
-from ..config.layer_kinds import LayerKind
+from ..config.layer_kinds import EH_PROJ, LayerKind
 from ..config.model import ModelConfig
 from ..config.rows import MLP_OF_EXPERTS
 from ..config.run_config import RunConfig
@@ -74,7 +74,32 @@ def layer_records(
         records = (*around_mixer[0], *mixer, *around_mixer[1])
     if each.mlp is not None:
         records += (*around_mlp[0], *_mlp(run, each.mlp), *around_mlp[1])
+    if each.predicts:
+        records = _prediction(run, records)
     return with_adapters(run, records) if run.lora.on else records
+
+
+def _prediction(run: RunConfig, layer: Records) -> Records:
+    """Return the operations of an MTP module with this layer, without its head."""
+    around = MatmulCollectives.from_run(run)
+    wide = MatmulCollectives.from_run(run, 2 * run.activation_bytes)
+    h = run.model.hidden_size
+    embedding = Record(name="word_embeddings", forward=around.out, backward=around.out_backward)
+    projection = linear(
+        EH_PROJ,
+        (run.tokens_per_microbatch, h // run.tp, 2 * h),
+        saved_bytes=2 * run.residual_bytes,
+        forward=(*wide.into, *around.out),
+        backward=(*around.out_backward, *wide.into_backward),
+    )
+    return (
+        norm_record("hnorm", run),
+        embedding,
+        norm_record("enorm", run),
+        projection,
+        *(replace(record, ends_layer=False) for record in layer),
+        norm_record("final_layernorm", run),
+    )
 
 
 def _mlp(run: RunConfig, mlp: str) -> Records:
@@ -101,8 +126,9 @@ def typical_layer(model: ModelConfig) -> LayerKind:
 
 
 def per_layer(run: RunConfig, value: Callable[[LayerKind], int]) -> tuple[int, ...]:
-    values = {kind: value(kind) for kind in set(run.model.layer_kinds)}
-    return tuple(map(values.__getitem__, run.model.layer_kinds))
+    """Return a value of each layer, and then of each MTP module."""
+    values = {kind: value(kind) for kind in set(run.model.all_layer_kinds)}
+    return tuple(map(values.__getitem__, run.model.all_layer_kinds))
 
 
 def last_recomputed_records(run: RunConfig, kind: LayerKind | None = None) -> list[Record]:
@@ -136,7 +162,10 @@ def embedding_records(run: RunConfig) -> Records:
 
 @lru_cache(maxsize=64)
 def head_records(run: RunConfig, tied: bool) -> Records:
-    """Return the final norm, the logits and the loss. tied: the embedding counts the weight."""
+    """Return the final norm, and the logits and losses of the model and of its MTP modules.
+
+    tied: the embedding counts the weight
+    """
     model = run.model
     around = MatmulCollectives.from_run(run)
     rows = run.tokens_per_microbatch
@@ -151,7 +180,8 @@ def head_records(run: RunConfig, tied: bool) -> Records:
     parameters = 0 if tied and model.tied else logits.parameters
     logits = replace(logits, parameters=parameters, is_head=True)
     loss = Record(name="cross_entropy", forward=3 * all_reduce(rows * FP32_BYTES, run.tp))
-    records = (norm_record("final_layernorm", run), logits, loss)
+    predicted = model.predictions * (replace(logits, parameters=0), loss)
+    records = (norm_record("final_layernorm", run), logits, loss, *predicted)
     return with_adapters(run, records) if run.lora.on else records
 
 
@@ -162,13 +192,13 @@ def is_quantized(run: RunConfig, record: Record) -> bool:
 
 
 def layer_and_head_flops(run: RunConfig) -> tuple[float, float]:
-    """Return the forward FLOPs per rank: (layer, logits), attention below the diagonal only."""
+    """Return the forward FLOPs per rank: (mean layer, logits), attention below the diagonal only."""
     linear, attention = linear_and_attention_flops(run)
     return linear + attention / 2, sum(r.flops_forward for r in head_records(run, tied=True))
 
 
 def mean_layer_flops(run: RunConfig, counted: Callable[[Record], bool]) -> float:
-    layers = run.model.layer_kinds
+    layers = run.model.all_layer_kinds
     flops = 0.0
     for kind in dict.fromkeys(layers):  # in one order on all ranks
         share = layers.count(kind) / len(layers)

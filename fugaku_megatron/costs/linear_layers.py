@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ..config.layer_kinds import FC1, FC2, MIXERS, LayerKind, column_parallel
+from ..config.layer_kinds import EH_PROJ, FC1, FC2, MIXERS, LayerKind, column_parallel
 from ..config.rows import MLP_OF_EXPERTS, Q8_BLOCK
 from ..config.run_config import RunConfig
 from .mixers import mixer_costs
@@ -43,6 +43,9 @@ class Linear(NamedTuple):
 
 def linears(run: RunConfig, kind: LayerKind) -> list[Linear]:
     layers: list[Linear] = []
+    if kind.predicts:
+        h = run.model.hidden_size
+        layers.append(Linear(EH_PROJ, 1, h, 2 * h, run.tp))
     if kind.mixer is not None:
         shapes = mixer_costs(kind.mixer).shapes(run.model)
         for name, (outputs, inputs) in zip(MIXERS[kind.mixer].linears, shapes, strict=True):
@@ -80,7 +83,7 @@ def layer_savings(run: RunConfig, stage: int) -> int:
     for unit in units(run, stage):
         if not isinstance(unit, int):
             continue
-        for linear in linears(run, run.model.layer_kinds[unit]):
+        for linear in linears(run, run.model.all_layer_kinds[unit]):
             rows, columns = linear.shard()
             saved += rows * columns * run.element_bytes - stored_bytes(rows, columns)
     return saved

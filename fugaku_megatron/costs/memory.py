@@ -180,6 +180,8 @@ def weight_input_bytes(run: RunConfig) -> tuple[int, ...]:
 
     def kept(kind: LayerKind) -> int:
         mixer = 0 if kind.mixer is None else mixer_costs(kind.mixer).weight_input_bytes(run)
+        if kind.predicts:  # the projection's inputs, and its output's gradient
+            mixer += 2 * run.activation_bytes + run.activation_bytes // run.tp
         if kind.mlp is None:
             return mixer
         if kind.mlp == MLP_OF_EXPERTS:
@@ -290,7 +292,7 @@ def reused_bytes(run: RunConfig, layout: Layout, stage: int, live: int) -> int:
         return 0
     sizes = bucket_elements(run, layout, stage)
     layers = sum(map(len, stage_layers(run, stage))) or 1
-    tied_first = run.model.tied and layout.pp == 1
+    tied_first = (run.model.tied or run.model.predictions > 0) and layout.pp == 1
     peak = 0
     allocated = sizes[-1] if tied_first else 0
     left = layers
@@ -327,8 +329,11 @@ def stage_memory(
         for virtual_stage in placement.virtual_stages_of[stage]
         for record in end_records(run, virtual_stage)
     )
-    # the head runs while no layer does
-    working = max(working_bytes(run), outside + logits) - logits
+    # The head runs while no layer does, but the gradients of other heads wait while an MTP module does.
+    waiting = 0
+    if stage == placement.last_stage:
+        waiting = run.model.predictions * run.activation_bytes
+    working = max(working_bytes(run) + waiting, outside + logits) - logits
     saving = 0
     if run.output.save:
         saving = saved_moments - moments

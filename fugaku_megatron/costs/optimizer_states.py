@@ -113,6 +113,8 @@ def layer_segments(run: RunConfig, kind: LayerKind) -> tuple[Segments, Segments]
     norms = model.layer_norms
     if None in (kind.mixer, kind.mlp):
         norms = sum(model.norms_around)
+    if kind.predicts:
+        norms += 3
     others += [(norms * model.norm.vectors, model.hidden_size)]
     if kind.mixer is not None:
         others += mixer_costs(kind.mixer).vectors(run)
@@ -141,7 +143,7 @@ def unit_segments(run: RunConfig, stage: int) -> dict[Unit, tuple[Segments, Segm
     segments: dict[Unit, tuple[Segments, Segments]] = {}
     for unit in units(run, stage):
         if isinstance(unit, int):
-            segments[unit] = layer_segments(run, model.layer_kinds[unit])
+            segments[unit] = layer_segments(run, model.all_layer_kinds[unit])
         else:
             segments[unit] = ([], others[unit])
     return segments
@@ -164,6 +166,8 @@ def layer_matrices(run: RunConfig, kind: LayerKind) -> tuple[Matrices, Matrices]
     """Return the whole matrices of a layer: (divided experts, others)."""
     divided: Matrices = []
     others = [] if kind.mixer is None else mixer_costs(kind.mixer).matrices(run)
+    if kind.predicts:
+        others.append((1, run.model.hidden_size, 2 * run.model.hidden_size))
     for linear in [] if kind.mlp is None else mlp_linears(run, kind.mlp):
         count = run.model.num_experts or 0 if linear.in_experts else 1
         matrices = divided if linear.divided else others
@@ -209,7 +213,7 @@ def muon_matmuls(run: RunConfig, stage: int) -> Matmuls:
     blockwise = run.optimizer.muon_tp_mode == "blockwise"
     matrices = Counter[tuple[int, int]]()
     for layer in itertools.chain(*stage_layers(run, stage)):
-        kind = run.model.layer_kinds[layer]
+        kind = run.model.all_layer_kinds[layer]
         divided, others = layer_matrices(run, kind)
         others += _replicated(run.model, kind.mlp)
         for group, ranks in ((divided, run.etp), (others, run.tp)):

@@ -18,6 +18,7 @@ from .memory import chunks_live_bytes, live_bytes, stage_memory
 from .stages import (
     stage_layers,
     stage_recompute_groups,
+    virtual_stage_layers,
     virtual_stage_recompute_groups,
     virtual_stage_sizes,
 )
@@ -44,7 +45,8 @@ def split_costs(run: RunConfig, reduced: bool = False) -> VirtualStageCosts:
     layer, head = layer_and_head_flops(run)
     chosen = run.training.recompute_part_layers is not None
     costs = list[SplitCosts]()
-    for virtual_stage, layers in enumerate(virtual_stage_sizes(run)):
+    for virtual_stage in range(run.placement.virtual_stages):
+        layers = len(virtual_stage_layers(run, virtual_stage))
         recomputed = 0
         if not chosen:
             groups = virtual_stage_recompute_groups(run, virtual_stage)
@@ -138,7 +140,8 @@ def fewest(
 ) -> tuple[int, ...]:
     """Return the fewest layers to recompute, by model chunk, that fit a stage into `limit` bytes."""
     own = stage_layers(run, stage)
-    layers = [len(chunk) for chunk in own]
+    sizes = virtual_stage_sizes(run)  # without MTP modules, which are not recomputed
+    layers = [sizes[n] for n in run.placement.virtual_stages_of[stage]]
     whole = stage_memory(run, layout, stage, in_flight)
     if whole.total <= limit:
         return (0,) * len(layers)

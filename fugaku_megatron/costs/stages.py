@@ -21,6 +21,7 @@ from .layers import (
     per_layer,
 )
 from .records import Record
+from .sizes import vocabulary_rows
 
 
 @lru_cache(maxsize=4096)  # searches repeat the same runs
@@ -42,6 +43,7 @@ def virtual_stage_sizes(run: RunConfig) -> tuple[int, ...]:
     if placement.virtual_stages == 1 or run.parallel.pipeline_split == "even" and sizes is None:
         return even_cut(layers, placement)
     layer, head = layer_and_head_flops(run)
+    head += run.model.predictions * layer
     if sizes is None:
         return balanced_cut(layers, placement, layer, head)
     if len(sizes) == placement.virtual_stages:
@@ -50,8 +52,12 @@ def virtual_stage_sizes(run: RunConfig) -> tuple[int, ...]:
 
 
 def virtual_stage_layers(run: RunConfig, virtual_stage: int) -> range:
+    """Return the layers, from 0, and in the last virtual stage also the MTP modules."""
     sizes = virtual_stage_sizes(run)
-    return range(sum(sizes[:virtual_stage]), sum(sizes[: virtual_stage + 1]))
+    end = sum(sizes[: virtual_stage + 1])
+    if virtual_stage == len(sizes) - 1:
+        end += run.model.predictions
+    return range(sum(sizes[:virtual_stage]), end)
 
 
 def stage_layers(run: RunConfig, stage: int) -> list[range]:
@@ -67,14 +73,21 @@ def whole_layers(model: ModelConfig, layers: Iterable[int]) -> int:
 
 
 def virtual_stage_recompute_groups(run: RunConfig, virtual_stage: int) -> list[range]:
-    """Return the groups of layers (from 0) that full recompute runs together."""
+    """Return the groups of layers (from 0) that full recompute runs together.
+
+    An MTP module is a group of its own with --recompute-method uniform, and else saves its activations, as in Megatron-core.
+    """
     training = run.training
     if training.recompute_granularity != "full":
         return []
     layers = virtual_stage_sizes(run)[virtual_stage]
     if training.recompute_part_layers is not None:
         return recompute_groups(layers, "block", training.recompute_part_layers[virtual_stage])
-    return recompute_groups(layers, training.recompute_method, training.recompute_num_layers)
+    groups = recompute_groups(layers, training.recompute_method, training.recompute_num_layers)
+    if training.recompute_method == "uniform":
+        for module in range(layers, len(virtual_stage_layers(run, virtual_stage))):
+            groups.append(range(module, module + 1))
+    return groups
 
 
 def stage_recompute_groups(run: RunConfig, stage: int) -> list[list[range]]:
@@ -94,6 +107,9 @@ def end_records(run: RunConfig, virtual_stage: int) -> tuple[Record, ...]:
     if virtual_stage == placement.virtual_stages - 1:
         tied = placement.owner(virtual_stage)[0] == FIRST_STAGE
         records += head_records(run, tied=tied)
+        if run.model.predictions and not run.model.tied and not tied:
+            table = vocabulary_rows(run) * run.model.hidden_size
+            records.append(Record(name="word_embeddings", parameters=table))
     return tuple(records)
 
 
@@ -102,7 +118,7 @@ def stage_records(run: RunConfig, stage: int) -> list[Record]:
     records = list[Record]()
     for virtual_stage in run.placement.virtual_stages_of[stage]:
         for layer in virtual_stage_layers(run, virtual_stage):
-            kind = run.model.layer_kinds[layer]
+            kind = run.model.all_layer_kinds[layer]
             records += layer_records(run, kind, comm_types[layer])
         records += end_records(run, virtual_stage)
     return records
@@ -124,7 +140,8 @@ Unit = int | str  # a layer's number, or one of these
 def holds_tied_copy(run: RunConfig, stage: int) -> bool:
     first = FIRST_STAGE
     last = run.placement.last_stage
-    return run.model.tied and not run.lora.on and first != last and stage in (first, last)
+    shared = run.model.tied or run.model.predictions > 0
+    return shared and not run.lora.on and first != last and stage in (first, last)
 
 
 def units(run: RunConfig, stage: int) -> list[Unit]:
@@ -169,7 +186,7 @@ def model_parameters(run: RunConfig) -> int:
 def active_parameters(run: RunConfig) -> int:
     """Count only the experts to which a token is routed."""
     model = run.model
-    layers = run.model.mlps.count("experts")
+    layers = [kind.mlp for kind in run.model.all_layer_kinds].count("experts")
     if not layers or model.num_experts is None:
         return model_parameters(run)
     experts = sum(r.parameters for r in layer_records(run.on_one_rank) if r.grouped)

@@ -80,6 +80,7 @@ class TokenCounts:
     """Counts of samples.
 
     counted: labels in the loss
+    predicted: labels in the loss of each MTP module
     squares: sum of (document length)^2, to which attention time is proportional
     share: this rank's squares over the data-parallel ranks' mean
     """
@@ -89,10 +90,13 @@ class TokenCounts:
     samples: int
     share: float = 1.0
     padded: int = 0
+    predicted: tuple[int, ...] = ()
 
     @staticmethod
-    def of(samples: np.ndarray) -> TokenCounts:
-        """Count samples (..., 2, s + 1, b)."""
+    def of(
+        samples: np.ndarray, predictions: int = 0, inside_documents: bool = False
+    ) -> TokenCounts:
+        """Count samples (..., 2, s + 1, b). predictions: MTP modules; the rest as in `predicted`"""
         marks = np.moveaxis(samples[..., 1, :, :], -2, -1).reshape(
             -1, samples.shape[-2]
         )  # (samples, s + 1)
@@ -102,12 +106,39 @@ class TokenCounts:
         places = np.append(np.flatnonzero(begins), begins.size)
         squares = int(np.square(np.diff(places)).sum())
         padded = int(np.count_nonzero(marks[:, :-1] & PADDED))
-        return TokenCounts(counted, squares, len(marks), padded=padded)
+        further = [0] * predictions
+        for tokens, own in torch.from_numpy(samples.reshape(-1, *samples.shape[-3:])):
+            for depth in range(1, predictions + 1):
+                _, found = predicted(tokens, own, depth, inside_documents)
+                further[depth - 1] += int(torch.count_nonzero(found >= 0))
+        return TokenCounts(counted, squares, len(marks), padded=padded, predicted=tuple(further))
 
 
 def labels(tokens: Tensor, marks: Tensor) -> Tensor:
     """Return next tokens, -1 if masked: (s + 1, b) -> (s, b)."""
     return tokens[1:].masked_fill(marks[1:] & COUNTED == 0, -1)
+
+
+def predicted(
+    tokens: Tensor, marks: Tensor | None, depth: int, inside_documents: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the tokens and the labels of the MTP module at a depth: (s + 1, b) -> (s, b), (s, b).
+
+    Both are rolled left, as by roll_tensor of Megatron-core's multi_token_prediction.py: a position without a token reads
+    token 0, and its label is -1. Megatron-core rolls documents apart in packed chats alone.
+    """
+    inputs = _rolled(tokens[:-1], depth, 0)
+    found = tokens[1:] if marks is None else labels(tokens, marks)
+    found = _rolled(found, depth, -1)
+    if marks is None or not inside_documents:
+        return inputs, found
+    starts = document_starts(marks).t()
+    outside = _rolled(starts, depth, -1) != starts
+    return inputs.masked_fill(outside, 0), found.masked_fill(outside, -1)
+
+
+def _rolled(x: Tensor, depth: int, filler: int) -> Tensor:
+    return torch.cat((x[depth:], x.new_full((depth, x.shape[1]), filler)))
 
 
 def document_starts(marks: Tensor) -> Tensor:

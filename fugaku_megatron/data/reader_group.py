@@ -11,7 +11,6 @@ import torch
 from ..comm.agreement import Nodes
 from ..comm.base import Comm
 from .dataset import Dataset
-from .marks import TokenCounts
 from .prefetcher import Prefetcher
 from .sampler import BatchSizes, StepSamples, consecutive, global_batches, own_micro_batches
 
@@ -45,10 +44,10 @@ class ReaderBatches:
 
     dataset: on the reader
     size: global batch size at a sample
-    work: token counts of this rank's marked samples
+    samples: this rank's samples of the iteration, as from `micro_batches`
     """
 
-    work: TokenCounts
+    samples: np.ndarray
 
     def __init__(
         self,
@@ -87,10 +86,8 @@ class ReaderBatches:
         """Send or receive an iteration's micro-batches. Collective; only the reader raises its
         error.
         """
-        part = _scatter(self.readers.comm, next(self._reader) if self._reader else None)
-        if part.ndim == 4:
-            self.work = TokenCounts.of(part)
-        self._ready = (samples.astype(np.int64) for samples in part)
+        self.samples = _scatter(self.readers.comm, next(self._reader) if self._reader else None)
+        self._ready = (samples.astype(np.int64) for samples in self.samples)
 
     def __iter__(self) -> ReaderBatches:
         return self

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..config.optimizer import MOMENTS
 from ..config.run_config import RunConfig
-from ..nn.model import OUTPUT, WORD_EMBEDDINGS
+from ..nn.model import OUTPUT, PREDICTION_EMBEDDINGS, WORD_EMBEDDINGS
 from .points import (
     CHECKPOINT,
     FORWARD,
@@ -268,8 +268,9 @@ def _counterpart(point: Point, reference: Reference) -> Tensor | None:
     if point.kind == LOCAL:
         point = point.reduced
     found = reference.get(point)
-    if found is None and point.name.endswith(OUTPUT):
-        found = reference.get(point._replace(name=point.name.replace(OUTPUT, WORD_EMBEDDINGS)))
+    for copy in (OUTPUT, PREDICTION_EMBEDDINGS):
+        if found is None and point.name.endswith(copy):
+            found = reference.get(point._replace(name=point.name.replace(copy, WORD_EMBEDDINGS)))
     return found
 
 

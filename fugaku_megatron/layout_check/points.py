@@ -116,19 +116,23 @@ class Point(NamedTuple):
         return f"{text}, iteration {self.iteration}"
 
 
-def layer_name(layer: int, site: str) -> str:
-    """layer: from 0"""
-    return f"decoder.layers.{layer}.{site}".removesuffix(".")
+def site_name(layer: str, site: str) -> str:
+    """layer: `TransformerLayer.name`"""
+    return f"{layer}.{site}".removesuffix(".")
+
+
+_FINAL_PLACE = 10**6  # of the final norm, in the order of modules
 
 
 def _place(name: str) -> int:
-    found = re.search(r"decoder\.layers\.(\d+)(?:\.(.*))?$", name)
+    found = re.search(r"(decoder|mtp)\.layers\.(\d+)(?:\.transformer_layer)?(?:\.(.*))?$", name)
     width = len(SITES) + 1
     if found is None:
         if EMBEDDING in name:
             return 0
-        return 10**6
-    inside = found[2] or LAYER
+        return _FINAL_PLACE
+    first = 1 if found[1] == "decoder" else _FINAL_PLACE + 1
+    inside = found[3] or LAYER
     site = len(SITES) - 1
     if inside in SITES:
         site = SITES.index(inside)
@@ -136,7 +140,7 @@ def _place(name: str) -> int:
         site = SITES.index(ATTENTION)
     elif inside:
         site = SITES.index(MLP)
-    return 1 + int(found[1]) * width + site
+    return first + int(found[2]) * width + site
 
 
 def neighbour(point: Point, outputs: Iterable[str]) -> str:
@@ -232,7 +236,7 @@ class Communication:
     def backward(self, layer: int, site: str) -> str | None:
         """Describe the communication before an output's gradient. layer: from 0"""
         if site == LAYER:
-            if layer == self.run.model.num_layers - 1:
+            if layer == len(self.run.model.all_layer_kinds) - 1:
                 return None
             return self.stage_border(layer, 1)
         return {
@@ -243,7 +247,7 @@ class Communication:
         }.get(site)
 
     def _mlp(self, layer: int) -> str | None:
-        has_experts = self.run.model.mlps[layer] == MLP_OF_EXPERTS
+        has_experts = self.run.model.all_layer_kinds[layer].mlp == MLP_OF_EXPERTS
         if has_experts and self.run.parallel.divides_experts:
             return joined(
                 self.over("all-to-all of tokens", "ep"),

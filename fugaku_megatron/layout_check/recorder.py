@@ -54,7 +54,7 @@ from .points import (
     Communication,
     Point,
     joined,
-    layer_name,
+    site_name,
 )
 from .shrink import ITERATIONS, OVERFLOWS
 
@@ -125,6 +125,8 @@ class Recorder:
     def _finished(self, result: IterationResult) -> None:
         sums = "all-reduces of the squared norm over all ranks"
         self._scalar(LOSS, result.loss, self._communication.loss())
+        for depth, loss in enumerate(result.predictions, 1):
+            self._scalar(LOSS, loss, self._communication.loss(), f"mtp_{depth}")
         if not self._overflows:
             self._scalar(NORM, result.grad_norm, sums)
         self._scalar(STATE, result.skipped, sums, "skipped updates")
@@ -174,8 +176,10 @@ class Recorder:
             embedding.register_forward_pre_hook(self._use_weights)
             between: Between = (self._communication.partial_sum(), None)
             self._watch_tensor(embedding, chunk.context, EMBEDDING, between=between)
-        for layer in chunk.layers:
+        for layer in chunk.all_layers:
             self._watch_layer(layer, chunk.context)
+        for module in chunk.predictions:
+            module.register_forward_pre_hook(self._use_weights)
         if chunk.is_last:
             norm = chunk.final_layernorm
             norm.register_forward_pre_hook(self._use_weights)
@@ -194,7 +198,7 @@ class Recorder:
         outputs = {LAYER: layer}
         inputs = {}
         if attention is not None:
-            mixer = context.model.layer_kinds[number].mixer
+            mixer = context.model.all_layer_kinds[number].mixer
             into, out = attention.projections
             outputs |= {INPUT_PROJECTIONS[mixer]: into, ATTENTION: attention}
             inputs[CORE] = out
@@ -214,7 +218,7 @@ class Recorder:
             self._watch_tensor(
                 module,
                 context,
-                layer_name(number, site),
+                site_name(layer.name, site),
                 between=between,
                 of_input=site in inputs,
             )

@@ -38,6 +38,7 @@ LOSS_SCALE = 1024.0
 # Factors of small terms, if the run has them: with a run's usual factors, rounding hides a mistake in such a term.
 BALANCING = 1.0
 Z_LOSS = 0.1
+PREDICTING = 1.0
 WEIGHT_DECAY = 1.0
 CLIP_GRAD = 0.1  # less than the norm of the gradients
 EVEN = "even"  # split of the layers over the stages
@@ -169,6 +170,9 @@ def _model(run: RunConfig, layout: Layout, kept: list[int], width: _Width) -> Mo
     if model.layer_types is not None:
         symbols = layer_symbols(model.layer_types, model.num_layers)
         changes["layer_types"] = ",".join(symbols[layer] for layer in kept)
+    if model.predictions:
+        changes["mtp_num_layers"] = min(model.predictions, len(kept))
+        changes["mtp_loss_scaling_factor"] = PREDICTING
     if model.use_z_loss:
         changes["z_loss_strength"] = Z_LOSS
     if model.window is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.autograd import Function, Gradients
+from ..comm.autograd import Function, Gradients, apply_saving
 
 
 def backward(y: Tensor, dy: Tensor | None) -> None:
@@ -19,6 +19,15 @@ def backward(y: Tensor, dy: Tensor | None) -> None:
     torch.autograd.Variable._execution_engine.run_backward(
         (y,), (dy,), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
+
+
+def attach_loss(x: Tensor, loss: Tensor, factor: float) -> Tensor:
+    """Return x; its backward adds `factor` to the gradient of `loss` ()."""
+
+    def backward(dx: Tensor) -> tuple[Tensor, Tensor]:
+        return dx, torch.tensor(factor, dtype=torch.float32)
+
+    return apply_saving(lambda: (x.view_as(x), ()), backward, x, loss)
 
 
 class _Recompute(Function[Tensor]):

@@ -98,13 +98,17 @@ class TransformerLayer(nn.Module):
     """A mixer such as attention and an MLP, or one of both, with norms by --norm-placement.
 
     With --parallel-residual the MLP and attention have the same input.
+
+    layer: from 1; MTP modules are numbered after the layers
+    name: global name (default: by `layer`)
     """
 
-    def __init__(self, layer: int, context: Context) -> None:
+    def __init__(self, layer: int, context: Context, name: str | None = None) -> None:
         super().__init__()
-        name = f"decoder.layers.{layer - 1}"
+        name = name or f"decoder.layers.{layer - 1}"
         model = context.model
-        kind = model.layer_kinds[layer - 1]
+        kind = model.all_layer_kinds[layer - 1]
+        self.name = name
         self.layer = layer
         self.context = context
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -134,6 +135,19 @@ class PackedDocuments:
         return self._angles[model]
 
 
+class Prediction(NamedTuple):
+    """Input and labels of an MTP module: a micro-batch rolled to the left.
+
+    tokens: (rows, b), tokens whose embeddings the module reads
+    labels: (rows, b); -1 if a label does not count
+    divisor: of the summed losses
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    divisor: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pass:
     """An argument of every layer's forward.
@@ -146,6 +160,7 @@ class Pass:
     rows: rows of x, then (rows, 1, h), in generation.
     count: divisor of the summed losses; None: number of labels.
     tokens: mean tokens per micro-batch without padding, a weight in balancing losses; None: equal weights.
+    predictions: of the MTP modules, in training.
     """
 
     first_sample: int
@@ -157,3 +172,4 @@ class Pass:
     documents: PackedDocuments = PackedDocuments()
     count: float | None = None
     tokens: float | None = None
+    predictions: tuple[Prediction, ...] = ()

@@ -62,13 +62,13 @@ class ParameterSpec:
     @cached_property
     def orthogonal(self) -> bool:
         """True if Muon orthogonalizes the updates: for matrices but embeddings, logits and convolutions."""
-        outside = self.name.startswith(("embedding.", "output_layer."))
+        outside = self.init_name.startswith(("embedding.", "output_layer."))
         return self.is_matrix and not outside and not self.name.endswith(".conv1d.weight")
 
     @cached_property
     def decoupled(self) -> bool:
         """True for --decoupled-lr: the word embedding and the logits' weight."""
-        return self.name in ("embedding.word_embeddings.weight", "output_layer.weight")
+        return self.init_name in ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 class ModelParameter(nn.Parameter):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..comm.autograd import Saved, apply_saving
 from ..config.experts import SEQUENCE_AUX, SIGMOID
 from ..config.model import ModelConfig
+from .backward import attach_loss
 from .forward_context import Pass
 from .layers import Context
 from .ops import Ops
@@ -51,15 +52,6 @@ def _counted(ops: Ops, scores: Tensor, counts: Tensor, bias: Tensor) -> Tensor:
         return dscores
 
     return apply_saving(lambda: (scores.view_as(scores), ()), backward, scores, bias)
-
-
-def _with_loss(scores: Tensor, loss: Tensor, factor: float) -> Tensor:
-    """Return the scores; backward adds `factor` to the gradient of `loss` ()."""
-
-    def backward(dscores: Tensor) -> tuple[Tensor, Tensor]:
-        return dscores, torch.tensor(factor, dtype=torch.float32)
-
-    return apply_saving(lambda: (scores.view_as(scores), ()), backward, scores, loss)
 
 
 def route(
@@ -206,7 +198,7 @@ class Router(nn.Module):
             else:
                 z_loss = squares[~own].sum() / max(int((~padding).sum()), 1)
             load[-1] = weight * z_loss.detach()
-            scores = _with_loss(scores, model.moe_z_loss_coeff * z_loss, balance_factor * weight)
+            scores = attach_loss(scores, model.moe_z_loss_coeff * z_loss, balance_factor * weight)
         for kind, factor in model.balances:
             shares, hits = balancing_scores(logits, chosen, model)
             if own is not None:
@@ -223,7 +215,7 @@ class Router(nn.Module):
                 tokens = (~padding).sum(0).view(sets, -1).sum(1)
             loss = balancing_loss(shares, counts, tokens, model.moe_router_topk)
             load[-2] += weight * loss.detach()
-            scores = _with_loss(scores, factor * loss, balance_factor * weight)
+            scores = attach_loss(scores, factor * loss, balance_factor * weight)
         return scores
 
     def take_load(self) -> Tensor:

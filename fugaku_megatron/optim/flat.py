@@ -161,12 +161,12 @@ def _trained(module: nn.Module) -> list[ModelParameter]:
 
 
 def unit_modules(stage: Stage) -> list[nn.Module]:
-    """Return a stage's unit modules: final norm (with an untied output weight), layers, embeddings."""
+    """Return a stage's unit modules: final norm (with an untied output weight), MTP modules, layers, embeddings."""
     modules: list[nn.Module] = []
     if stage.last:
         modules.append(stage.last.final_layernorm)
     for model_chunk in reversed(list(stage.chunks)):
-        modules += reversed(model_chunk.layers)
+        modules += reversed([*model_chunk.layers, *model_chunk.predictions])
     if stage.first:
         modules.append(stage.first.embedding)
     return modules

@@ -121,7 +121,7 @@ def virtual_stage_work(
     gradients in forward.
     """
     own = virtual_stage_layers(run, virtual_stage)
-    layer_kinds = run.model.layer_kinds[own.start : own.stop]
+    layer_kinds = run.model.all_layer_kinds[own.start : own.stop]
     counts = Counter(layer_kinds)
     by_kind = {kind: work.phases(run, code, kind) for kind in counts}
     forward = [(by_kind[kind]["layer_forward"], count) for kind, count in counts.items()]

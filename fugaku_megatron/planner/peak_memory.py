@@ -55,7 +55,7 @@ def virtual_stage_kinds(run: RunConfig) -> tuple[int, ...]:
     features = []
     for n, layers in enumerate(sizes):
         own = virtual_stage_layers(run, n)
-        kinds = run.model.layer_kinds[own.start : own.stop]
+        kinds = run.model.all_layer_kinds[own.start : own.stop]
         again = recomputed and min(recomputed[n], layers)
         features.append((kinds, n == 0, n == len(sizes) - 1, again))
     return tuple(map(features.index, features))

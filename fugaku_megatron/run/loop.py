@@ -195,6 +195,8 @@ class Session:
         padded = work.padded if work else 0
         flops = hardware_flops(run, result.global_batch_size, squares, padded)
         rank_flops = flops / trainer.world.size
+        for depth, loss in enumerate(result.predictions, 1):
+            values[f"mtp_{depth}_loss"] = loss
         self.writer.add(
             IterationMetrics(
                 self.iteration,

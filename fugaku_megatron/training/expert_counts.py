@@ -35,7 +35,8 @@ def gather_loads(stage: Stage, run: RunConfig, groups: Groups, microbatches: int
     model = run.model
     if model.num_experts is None:
         return None
-    table = torch.zeros(model.num_layers, model.num_experts + 2, dtype=torch.float64)
+    layers = len(model.all_layer_kinds)
+    table = torch.zeros(layers, model.num_experts + 2, dtype=torch.float64)
     for layer, router in routers(stage).items():
         table[layer] = router.take_load()
     if run.parallel.sequence_parallel:  # a rank routes its shard of the sequence

@@ -25,7 +25,7 @@ from ..data.reader_group import ReaderBatches, ReaderGroup
 from ..data.sampler import BatchSizes, StepSamples, consecutive, first_sample, micro_batches
 from ..data.token_arrays import TokenArrays
 from ..nn.attention.context_parallel import own_segments, positions
-from ..nn.forward_context import PackedDocuments
+from ..nn.forward_context import PackedDocuments, Prediction
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class MicroBatch:
     first_sample: global index, which selects dropout masks.
     marks: (s + 1, b), see `data.marks`.
     rows: this rank's rows of the sequence, (rows,); None for all.
+    is_packed: the documents are chats, which MTP modules read apart.
     """
 
     index: int
@@ -45,6 +46,7 @@ class MicroBatch:
     marks: Tensor | None = None
     documents: PackedDocuments = PackedDocuments()
     rows: Tensor | None = None
+    is_packed: bool = False
 
     def _own(self, whole: Tensor) -> Tensor:
         return whole if self.rows is None else whole[self.rows]
@@ -62,6 +64,12 @@ class MicroBatch:
         if self.marks is None:
             return self._own(self.samples[1:])
         return self._own(marks.labels(self.samples, self.marks))
+
+    def prediction(self, depth: int, divisor: float) -> Prediction:
+        """Return an MTP module's input and labels. depth: from 1; divisor: of the summed losses"""
+        assert self.samples is not None, "the last stage has samples"
+        tokens, labels = marks.predicted(self.samples, self.marks, depth, self.is_packed)
+        return Prediction(self._own(tokens), self._own(labels), divisor)
 
 
 class MicroBatchWindow:
@@ -205,16 +213,21 @@ class BatchReader:
                 source.begin()
         if not self.run.data.marked:
             return None
-        own = source.work if isinstance(source, ReaderBatches) else TokenCounts(0, 0, 0)
+        run = self.run
+        predictions = run.model.predictions
+        own = TokenCounts(0, 0, 0, predicted=(0,) * predictions)
+        if isinstance(source, ReaderBatches):
+            own = TokenCounts.of(source.samples, predictions, run.data.sft)
         groups = self._groups
-        sums = [own.counted, own.squares, own.samples, own.padded]
+        sums = [own.counted, own.squares, own.samples, own.padded, *own.predicted]
         numbers = groups.tp.broadcast(torch.tensor(sums))
         mine = int(numbers[1])
         # Over all ranks, because weights may still be gathered on the data-parallel communicator.
         copies = groups.tp.size * groups.pp.size * groups.cp.size
-        counted, squares, samples, padded = (groups.world.all_reduce(numbers) // copies).tolist()
+        totals = (groups.world.all_reduce(numbers) // copies).tolist()
+        counted, squares, samples, padded, *predicted = totals
         share = mine * groups.data_size / max(squares, 1)
-        return TokenCounts(counted, squares, samples, share, padded)
+        return TokenCounts(counted, squares, samples, share, padded, tuple(predicted))
 
     def micro_batches(self, consumed: int, count: int) -> Iterator[MicroBatch]:
         """Iterate over `count` micro-batches from sample `consumed` on; unused samples are None."""
@@ -230,7 +243,9 @@ class BatchReader:
             first = first_sample(consumed, index, size, self._dp_rank, groups.data_size)
             if samples is not None and data.marked:
                 documents = documents_of(samples[1], data)
-                yield MicroBatch(index, samples[0], first, samples[1], documents, rows)
+                yield MicroBatch(
+                    index, samples[0], first, samples[1], documents, rows, is_packed=data.sft
+                )
             else:
                 yield MicroBatch(index, samples, first, rows=rows)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..comm.base import Comm, Handle
 from ..nn.backward import Waiting
-from ..nn.forward_context import Pass
+from ..nn.forward_context import Pass, Prediction
 from ..nn.model import Stage
 from ..nn.ops import backward
 from ..pipeline.instruction_lists import receives, send_queue
@@ -29,6 +29,7 @@ class StepShape:
 
     activation: shape (s, b, h) between stages; s is a shard with sequence parallelism.
     dtype: of activations. loss_factor: scale of the loss before backward.
+    prediction_counts: of each MTP module, see `Pass.predictions`; empty: they do not run.
     """
 
     activation: tuple[int, int, int]
@@ -38,6 +39,7 @@ class StepShape:
     recompute: str | None
     count: float | None = None
     tokens: float | None = None
+    prediction_counts: tuple[float, ...] = ()
 
 
 class StepExecutor:
@@ -92,8 +94,13 @@ class StepExecutor:
         chunk = self.chunks[instruction.model_chunk]
         batch = self.batches.fetch(instruction.microbatch)
         x = batch.tokens if chunk.is_first else self.inputs[key]
-        labels = batch.labels if chunk.is_last else None
         shape = self.shape
+        labels = None
+        predictions: tuple[Prediction, ...] = ()
+        if chunk.is_last:
+            labels = batch.labels
+            counts = enumerate(shape.prediction_counts, 1)
+            predictions = tuple(batch.prediction(depth, count) for depth, count in counts)
         forward_pass = Pass(
             first_sample=batch.first_sample,
             training=shape.training,
@@ -102,6 +109,7 @@ class StepExecutor:
             count=shape.count,
             tokens=shape.tokens,
             balance_factor=shape.loss_factor,
+            predictions=predictions,
         )
         output = chunk(x, labels, forward_pass, shape.loss_factor)
         if not torch.is_grad_enabled():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import agree
+from ..config.run_config import RunConfig
 from ..data.dataset import Dataset
 from ..data.marks import TokenCounts
 from ..data.reader_group import ReaderGroup
@@ -40,6 +41,7 @@ class IterationResult:
 
     consumed: samples before it. work: of marked samples; only its share is this rank's own.
     experts: `gather_loads`. z_loss: share of --use-z-loss in the loss, None without the flag.
+    predictions: mean losses of the MTP modules, which `loss` does not include.
     """
 
     loss: float
@@ -54,6 +56,7 @@ class IterationResult:
     work: TokenCounts | None = None
     experts: Tensor | None = None
     z_loss: float | None = None
+    predictions: tuple[float, ...] = ()
 
     @property
     def nothing_counted(self) -> bool:
@@ -160,11 +163,23 @@ class Trainer(TrainingState):
             recompute=run.training.recompute_granularity if training else None,
             count=count,
             tokens=tokens,
+            prediction_counts=self._prediction_counts(run, work, microbatches) if training else (),
         )
         micro_batches = reader.micro_batches(consumed, schedule.microbatches)
         window = MicroBatchWindow(micro_batches, len(self.stage.chunks))
         stage, watch = observation or Observation(self.stage, self.watch)
         return StepExecutor(stage, self.groups.pp, window, shape, watch).run(schedule)
+
+    def _prediction_counts(
+        self, run: RunConfig, work: TokenCounts | None, microbatches: int
+    ) -> tuple[float, ...]:
+        """Return the mean labels of each MTP module in a micro-batch. microbatches: of all ranks"""
+        if work is not None:
+            return tuple(max(counted, 1) / microbatches for counted in work.predicted)
+        samples = run.batch.micro_batch_size / self.layout.cp
+        length = run.model.seq_length
+        depths = range(1, run.model.predictions + 1)
+        return tuple(samples * (length - depth) for depth in depths)
 
     def _mean_loss(self, losses: list[Tensor]) -> float:
         loss = torch.zeros((), dtype=torch.float64)
@@ -191,6 +206,7 @@ class Trainer(TrainingState):
             self.stage, self.run, self.groups, self.layout.microbatches(self.run, size)
         )
         z_loss = self._pop_z_loss() if self.run.model.z_loss else None
+        predictions = self._pop_predictions()
         if self.audit:
             with self.phase("audit"):
                 found = self.audit.before_update(consumed)
@@ -230,6 +246,7 @@ class Trainer(TrainingState):
             work=work,
             experts=experts,
             z_loss=z_loss,
+            predictions=predictions,
         )
 
     def _leave_if(self, found: Difference | None) -> None:
@@ -250,6 +267,15 @@ class Trainer(TrainingState):
             self.stage.last.z_losses.clear()
         return self._mean_loss(z_losses)
 
+    def _pop_predictions(self) -> tuple[float, ...]:
+        """Return and clear the mean losses of the MTP modules. Collective."""
+        losses: list[Tensor] = []
+        if self.stage.last:
+            losses = list(self.stage.last.prediction_losses.values())
+            self.stage.last.prediction_losses.clear()
+        depths = range(self.run.model.predictions)
+        return tuple(self._mean_loss([each[depth] for each in losses]) for depth in depths)
+
     def _gradients(
         self,
         reader: BatchReader,
@@ -264,6 +290,7 @@ class Trainer(TrainingState):
         expert_counts.reset_loads(self.stage)
         if self.stage.last:
             self.stage.last.z_losses.clear()
+            self.stage.last.prediction_losses.clear()
         losses = self._execute(
             GlobalBatch(reader, work, consumed),
             schedule,

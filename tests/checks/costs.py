@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -25,7 +26,7 @@ from fugaku_megatron.costs.stages import (
 )
 from fugaku_megatron.host import kernel_costs, kernels
 from fugaku_megatron.host.observed import Observed
-from fugaku_megatron.nn.forward_context import Pass
+from fugaku_megatron.nn.forward_context import Pass, Prediction
 from fugaku_megatron.nn.ops import FAMILIES, Ops
 from fugaku_megatron.planner import model, software
 from fugaku_megatron.run.kernel_choice import build_ops
@@ -45,6 +46,15 @@ def check_parameters(run: RunConfig, world: int) -> None:
     ]
 
 
+def forward_pass(run: RunConfig, tokens: Tensor) -> Pass:
+    """Return the pass of a training micro-batch whose MTP modules read its tokens (rows, b)."""
+    return Pass(
+        first_sample=0,
+        recompute=run.training.recompute_granularity,
+        predictions=(Prediction(tokens, tokens, tokens.numel()),) * run.model.predictions,
+    )
+
+
 def addmm_flops(out, a, b, **_) -> int:
     return 2 * a[0] * a[1] * b[1]
 
@@ -61,7 +71,7 @@ def check_flops(run: RunConfig) -> None:
         counter,
         sdpa_kernel(SDPBackend.MATH),
     ):  # torch counts no FLOPs in its flash kernel for CPUs
-        loss = trainer.stage.chunks[0](tokens, tokens, Pass(first_sample=0))
+        loss = trainer.stage.chunks[0](tokens, tokens, forward_pass(run, tokens))
     forward = counter.get_total_flops()
     with counter:
         loss.backward()
@@ -210,9 +220,7 @@ def held_bytes(world: Comm, run: RunConfig) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        loss = trainer.stage.chunks[0](
-            tokens, tokens, Pass(first_sample=0, recompute=run.training.recompute_granularity)
-        )
+        loss = trainer.stage.chunks[0](tokens, tokens, forward_pass(run, tokens))
     assert loss.requires_grad
     return sum(storage.nbytes() for storage in saved.values())
 
@@ -221,7 +229,8 @@ def check_kept(run: RunConfig) -> None:
     tp = run.parallel.tensor_model_parallel_size
     cp = run.parallel.context_parallel_size
     groups = virtual_stage_recompute_groups(run, 0)
-    layers = memory.layers_kept_bytes(run, range(run.model.num_layers), groups)[0]
+    own = range(len(run.model.all_layer_kinds))
+    layers = memory.layers_kept_bytes(run, own, groups)[0]
     outside = sum(
         r.saved_bytes
         for virtual_stage in run.placement.virtual_stages_of[0]

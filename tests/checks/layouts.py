@@ -118,6 +118,7 @@ def train(
                 trained.counts.append(result.work.counted)
                 if not run.data.sft:  # the padding of chats depends on the length of samples
                     trained.counts.append(result.work.squares)
+            trained.counts.extend(result.predictions)
             if result.z_loss is not None:
                 trained.counts.append(result.z_loss)
             if result.experts is not None:

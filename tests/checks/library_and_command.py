@@ -157,6 +157,7 @@ WITHIN_THE_RUN = set(
     muon_extra_scale_factor muon_coefficient_type muon_num_ns_steps muon_tp_mode vocab_file
     merge_file tokenizer_model tiktoken_pattern tiktoken_num_special_tokens fp16_accumulation_chunk
     fp32_matmul quick_geglu glu_linear_offset activation_func_clamp_value xielu softmax_type
+    mtp_num_layers mtp_loss_scaling_factor
     """.split()
 )
 # Fields of Trainer.save: tests/api/test_sources.py.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fugaku_megatron.config.layer_kinds import LayerKind
 from fugaku_megatron.config.rows import MLP_OF_EXPERTS
 from fugaku_megatron.config.run_config import ModelConfig
 from tests.checks.experts import plain_experts
@@ -114,6 +115,77 @@ def plain_attention(
     )
 
 
+def plain_norm(x: Tensor, weights: dict[str, Tensor], name: str, model: ModelConfig) -> Tensor:
+    width = (model.hidden_size,)
+    weight = weights.get(f"{name}.weight")
+    if weight is not None and model.apply_layernorm_1p:
+        weight = weight + 1
+    if model.normalization == "RMSNorm":
+        return F.rms_norm(x, width, weight, model.layernorm_epsilon)
+    return F.layer_norm(x, width, weight, weights.get(f"{name}.bias"), model.layernorm_epsilon)
+
+
+def plain_layer(
+    x: Tensor,
+    weights: dict[str, Tensor],
+    name: str,
+    kind: LayerKind,
+    model: ModelConfig,
+    seen: Tensor | None = None,
+) -> Tensor:
+    """Return x (b, s, h) plus its attention and MLP. seen: visible pairs (b, s, s)"""
+    attended = x
+    if kind.mixer is not None:
+        read = plain_norm(x, weights, f"{name}.input_layernorm", model)
+        attended = x + model.residual_multiplier * plain_attention(
+            read, weights, f"{name}.self_attention", model, seen
+        )
+    if kind.mlp is None:
+        return attended
+    before = x if model.parallel_residual else attended
+    read = plain_norm(before, weights, f"{name}.pre_mlp_layernorm", model)
+    out = (
+        experts_of(read, weights, f"{name}.mlp", model)
+        if kind.mlp == MLP_OF_EXPERTS
+        else plain_mlp(read, weights, f"{name}.mlp", model)
+    )
+    return attended + model.residual_multiplier * out
+
+
+def plain_hidden(
+    weights: dict[str, Tensor],
+    tokens: Tensor,
+    model: ModelConfig,
+    seen: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """Return the input of the head (b, s, h) for tokens (b, s); arguments as of `plain_losses`."""
+    x = weights["embedding.word_embeddings.weight"][tokens] * model.embedding_multiplier
+    if model.learned_positions:
+        x = (
+            x
+            + weights["embedding.position_embeddings.weight"][
+                torch.arange(tokens.shape[1]) if positions is None else positions
+            ]
+        )
+    for layer, kind in enumerate(model.layer_kinds):
+        x = plain_layer(x, weights, f"decoder.layers.{layer}", kind, model, seen)
+    return plain_norm(x, weights, "decoder.final_layernorm", model)
+
+
+def plain_head_losses(
+    weights: dict[str, Tensor], x: Tensor, labels: Tensor, model: ModelConfig
+) -> Tensor:
+    """Return the loss of each label (b, s), at least 0, from the input of the head (b, s, h)."""
+    words = weights["embedding.word_embeddings.weight"]
+    logits = x @ weights.get("output_layer.weight", words).t() / model.logits_scaling
+    if model.masks_padding:
+        logits = logits[..., : model.vocab_size]
+    z = torch.logsumexp(logits, -1)
+    chosen = logits.gather(-1, labels[..., None])[..., 0]
+    return z - chosen + (model.z_loss_strength * z * z if model.use_z_loss else 0.0)
+
+
 def plain_losses(
     weights: dict[str, Tensor],
     tokens: Tensor,
@@ -126,49 +198,5 @@ def plain_losses(
 
     seen: visible pairs (b, s, s); None: all positions up to a token's own
     """
-    words = weights["embedding.word_embeddings.weight"]
-    x = words[tokens] * model.embedding_multiplier
-    if model.learned_positions:
-        x = (
-            x
-            + weights["embedding.position_embeddings.weight"][
-                torch.arange(tokens.shape[1]) if positions is None else positions
-            ]
-        )
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        width = (model.hidden_size,)
-        weight = weights.get(f"{name}.weight")
-        if weight is not None and model.apply_layernorm_1p:
-            weight = weight + 1
-        if model.normalization == "RMSNorm":
-            return F.rms_norm(x, width, weight, model.layernorm_epsilon)
-        return F.layer_norm(x, width, weight, weights.get(f"{name}.bias"), model.layernorm_epsilon)
-
-    for layer, kind in enumerate(model.layer_kinds):
-        name = f"decoder.layers.{layer}"
-        attended = x
-        if kind.mixer is not None:
-            attended = x + model.residual_multiplier * plain_attention(
-                norm(x, f"{name}.input_layernorm"), weights, f"{name}.self_attention", model, seen
-            )
-        if kind.mlp is None:
-            x = attended
-            continue
-        read = norm(x if model.parallel_residual else attended, f"{name}.pre_mlp_layernorm")
-        out = (
-            experts_of(read, weights, f"{name}.mlp", model)
-            if kind.mlp == MLP_OF_EXPERTS
-            else plain_mlp(read, weights, f"{name}.mlp", model)
-        )
-        x = attended + model.residual_multiplier * out
-    logits = (
-        norm(x, "decoder.final_layernorm")
-        @ weights.get("output_layer.weight", words).t()
-        / model.logits_scaling
-    )
-    if model.masks_padding:
-        logits = logits[..., : model.vocab_size]
-    z = torch.logsumexp(logits, -1)
-    chosen = logits.gather(-1, labels[..., None])[..., 0]
-    return z - chosen + (model.z_loss_strength * z * z if model.use_z_loss else 0.0)
+    x = plain_hidden(weights, tokens, model, seen, positions)
+    return plain_head_losses(weights, x, labels, model)

@@ -62,6 +62,7 @@ MODELS = {
         "final_logit_softcapping": 3.0,
     },
     "sinks and scalars": {"softmax_type": "learnable", "xielu": True},
+    "two mtp modules": {**FAMILIES["llama"], "mtp_num_layers": 2},
     "one norm": {
         "normalization": "LayerNormWithoutBias",
         "parallel_residual": True,
@@ -90,6 +91,10 @@ FULL = {"recompute_granularity": "full"}
         ("layers of one part", "tp2 pp2"),
         ("gated attention", "tp2 pp2"),
         ("gated delta nets", "tp2 pp2"),
+        ("two mtp modules", ""),
+        ("two mtp modules", "tp2 pp2"),
+        ("two mtp modules", "pp2 untie_embeddings_and_output_weights"),
+        ("two mtp modules", "pp2 pipeline_split='2,0'"),
     ],
 )
 def test_parameters_are_those_of_the_stages(model, layout):
@@ -155,6 +160,7 @@ def test_flops_are_torchs(model, dropout):
         ({**EXPERTS, **SHARED}, "int8"),
         ({**EXPERTS, **SHARED}, "int8 int8_wgrad"),
         ({}, "int8 int8_wgrad lora_rank=4"),
+        (MODELS["two mtp modules"], "int8 int8_wgrad int8_head"),
     ],
 )
 def test_matmuls_in_int8_are_those_of_the_trainer(changes, flags):
@@ -275,6 +281,9 @@ def test_parameter_flops_reproduce_the_tables():
         ("gated delta nets", "tp2 cp2 sequence"),
         ("qwen3", "tp2 pp2 sequence blocks"),
         ("layers of one part", "tp2 pp2 sequence"),
+        ("two mtp modules", "tp2 pp2"),
+        ("two mtp modules", "tp2 pp2 sequence"),
+        ("two mtp modules", "cp2 pp2 zero"),
     ],
 )
 def test_bytes_are_those_communicated(model, layout):
@@ -328,6 +337,11 @@ def test_keys_that_are_passed_are_those_counted(layout):
         ("gated delta nets", "tp2 sequence"),
         ("gated delta nets", "cp2 selective"),
         ("geglu", "tp2 sequence"),
+        ("two mtp modules", ""),
+        ("two mtp modules", "tp2 bf16"),
+        ("two mtp modules", "tp2 sequence"),
+        ("two mtp modules", "full"),
+        ("two mtp modules", "selective"),
         ("exact gelu", "tp2 bf16"),
         ("squared relu", "tp2 sequence"),
         ("qwen3", "tp2 sequence"),

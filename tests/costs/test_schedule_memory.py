@@ -15,12 +15,16 @@ SCHEDULES = {
     "interleaved": {"num_virtual_stages_per_pipeline_rank": 2},
     "zb-h1": {"pipeline_schedule": "zb-h1"},
     "zbv": {"pipeline_schedule": "zbv"},
+    "mtp": {"mtp_num_layers": 2, "position_embedding_type": "rope"},
 }
 
 
 @pytest.mark.parametrize(
     ("name", "stage", "recompute", "pending"),
     [
+        ("mtp", 3, None, None),
+        ("mtp", 3, "full", None),
+        ("mtp", 0, None, None),
         *(
             (name, stage, kind, None)
             for name in ("1f1b", "zbv")

@@ -98,6 +98,8 @@ CLEAN = {
         "num_experts": 4,
     },
     "dp2 zero fp16": EIGHT,
+    "tp2 pp2 sequence full": {**LLAMA, "mtp_num_layers": 2},
+    "pp2 dp2 zero": {**LLAMA, **UNTIED, "mtp_num_layers": 1},
     "tp2 dp2 zero bf16": {**EIGHT, **MOMENTS_IN_INT8},
 }
 FORMATS = {

@@ -216,6 +216,8 @@ def test_dropout_is_at_work(one_rank):
 
 # Options that change no bit -----------------------------------------------------------------------------------------------------
 
+MTP = "mtp_num_layers=2 mtp_loss_scaling_factor=1.0 position_embedding_type=rope"
+
 SAME_BITS = [  # a layout, and options that change no bit of it
     ("", "sequence"),
     ("", "full recompute_num_layers=2"),
@@ -247,6 +249,9 @@ SAME_BITS = [  # a layout, and options that change no bit of it
         "overlap_grad_reduce overlap_param_gather",
     ),
     ("pp2 dp2 clip_grad=0.0", "overlap ddp_bucket_size=1"),
+    (MTP, "full"),
+    (f"pp2 dp2 clip_grad=0.0 {MTP}", "overlap ddp_bucket_size=1"),
+    (f"pp2 {MTP}", "zb-h1"),
 ]
 
 

@@ -179,6 +179,7 @@ def whole_and_parts(world, run, directory: str) -> None:
         ("pp2 dp2 zero bf16 int8 int8_wgrad int8_stochastic_rounding num_layers=4", EXPERTS),
         ("dp4 ep2 zero bf16 num_layers=4 global_batch_size=8", {**EXPERTS, **SIZES, **EIGHT}),
         ("tp2 dp2 zero bf16", {**DELTA_NETS, **SIZES, **EIGHT}),
+        ("tp2 pp2 dp2 zero bf16", {**FAMILIES["qwen3"], "mtp_num_layers": 1}),
     ],
     ids=str,
 )

@@ -48,7 +48,7 @@ class SelfAttention(nn.Module):
         model = context.model
         self.context = context
         self.layer = layer
-        self.kind = model.layer_kinds[layer - 1]
+        self.kind = model.all_layer_kinds[layer - 1]
         self.cp_comm_type = context.cp_comm_type(layer)
         tp = context.tp.size
         self.own_heads = Heads(

@@ -28,7 +28,8 @@ class ExpertWatch(Observer):
         self.model = model
         self.writer = writer
         self.ep = ep
-        self.layers = [layer for layer, mlp in enumerate(model.mlps) if mlp == "experts"]
+        kinds = enumerate(model.all_layer_kinds)
+        self.layers = [layer for layer, kind in kinds if kind.mlp == "experts"]
         self.tokens = torch.zeros(len(self.layers), model.num_experts or 0, dtype=torch.float64)
 
     def end(self, result: IterationResult) -> MetricValues:

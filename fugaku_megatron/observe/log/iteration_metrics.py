@@ -134,6 +134,12 @@ def _metric(
     return field(default=None, metadata={"metric": metric})
 
 
+def _mtp_loss(depth: int) -> Any:
+    """Return the metric of an MTP module's loss, named as in Megatron-LM."""
+    label = f"mtp_{depth} loss"
+    return _metric(label, ".6E", _mean_of_updates, label)
+
+
 @dataclass(frozen=True)
 class IterationMetrics:
     """Metrics of an iteration or a log interval, in the log line's order. None is not printed.
@@ -142,6 +148,7 @@ class IterationMetrics:
         printing rank
     lm_loss: minimised loss, including the z-loss
     lm_loss_alone: without the z-loss, only with --use-z-loss
+    mtp_1_loss: of the first MTP module, without its factor; not part of `lm_loss`. Others likewise, up to MAX_MODULES
     load_balancing_loss, router_z_loss: means over layers with experts, without their factors
     largest_load: the busiest expert's tokens, relative to its layer's mean
     counted_tokens: in the loss, if it excludes some
@@ -164,6 +171,10 @@ class IterationMetrics:
     lm_loss_alone: float | None = _metric(
         "lm loss without z-loss", ".6E", _mean_of_updates, "lm loss without z-loss"
     )
+    mtp_1_loss: float | None = _mtp_loss(1)
+    mtp_2_loss: float | None = _mtp_loss(2)
+    mtp_3_loss: float | None = _mtp_loss(3)
+    mtp_4_loss: float | None = _mtp_loss(4)
     load_balancing_loss: float | None = _metric(
         "load_balancing_loss", ".6E", _mean, "load_balancing_loss"
     )

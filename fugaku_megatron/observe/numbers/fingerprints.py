@@ -137,6 +137,8 @@ def _modules(chunk: Chunk) -> Iterator[tuple[str, nn.Module]]:
     for layer in chunk.layers:
         assert isinstance(layer, TransformerLayer)
         yield from _inside(f"decoder.layers.{layer.layer - 1}", layer)
+    for depth, module in enumerate(chunk.predictions):
+        yield from _inside(f"mtp.layers.{depth}", module)
     yield ("the head" if chunk.is_last else "the model chunk", chunk)
 
 
