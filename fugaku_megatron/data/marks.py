@@ -125,7 +125,7 @@ def predicted(
     """Return the tokens and the labels of the MTP module at a depth: (s + 1, b) -> (s, b), (s, b).
 
     Both are rolled left, as by roll_tensor of Megatron-core's multi_token_prediction.py: a position without a token reads
-    token 0, and its label is -1. Megatron-core rolls documents apart in packed chats alone.
+    token 0, and its label is -1. Megatron-core rolls documents apart if the data files say where they begin.
     """
     inputs = _rolled(tokens[:-1], depth, 0)
     found = tokens[1:] if marks is None else labels(tokens, marks)

@@ -37,7 +37,7 @@ class MicroBatch:
     first_sample: global index, which selects dropout masks.
     marks: (s + 1, b), see `data.marks`.
     rows: this rank's rows of the sequence, (rows,); None for all.
-    is_packed: the documents are chats, which MTP modules read apart.
+    apart: MTP modules read no token of another document.
     """
 
     index: int
@@ -46,7 +46,7 @@ class MicroBatch:
     marks: Tensor | None = None
     documents: PackedDocuments = PackedDocuments()
     rows: Tensor | None = None
-    is_packed: bool = False
+    apart: bool = False
 
     def _own(self, whole: Tensor) -> Tensor:
         return whole if self.rows is None else whole[self.rows]
@@ -68,7 +68,7 @@ class MicroBatch:
     def prediction(self, depth: int, divisor: float) -> Prediction:
         """Return an MTP module's input and labels. depth: from 1; divisor: of the summed losses"""
         assert self.samples is not None, "the last stage has samples"
-        tokens, labels = marks.predicted(self.samples, self.marks, depth, self.is_packed)
+        tokens, labels = marks.predicted(self.samples, self.marks, depth, self.apart)
         return Prediction(self._own(tokens), self._own(labels), divisor)
 
 
@@ -217,7 +217,7 @@ class BatchReader:
         predictions = run.model.predictions
         own = TokenCounts(0, 0, 0, predicted=(0,) * predictions)
         if isinstance(source, ReaderBatches):
-            own = TokenCounts.of(source.samples, predictions, run.data.sft)
+            own = TokenCounts.of(source.samples, predictions, run.data.separates_documents)
         groups = self._groups
         sums = [own.counted, own.squares, own.samples, own.padded, *own.predicted]
         numbers = groups.tp.broadcast(torch.tensor(sums))
@@ -244,7 +244,13 @@ class BatchReader:
             if samples is not None and data.marked:
                 documents = documents_of(samples[1], data)
                 yield MicroBatch(
-                    index, samples[0], first, samples[1], documents, rows, is_packed=data.sft
+                    index,
+                    samples[0],
+                    first,
+                    samples[1],
+                    documents,
+                    rows,
+                    apart=data.separates_documents,
                 )
             else:
                 yield MicroBatch(index, samples, first, rows=rows)
