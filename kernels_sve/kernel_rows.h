@@ -12,7 +12,7 @@ namespace fm {
   X(m) X(n) X(k) X(rows) X(cols) X(s) X(b) X(heads) X(groups) X(d) X(window)    \
   X(half) X(tokens) X(words) X(calls) X(slots) X(steps) X(sweeps) X(experts)    \
   X(queries) X(keys) X(first_query) X(first_key) X(e) X(e_out) X(e_avg) X(e_sq) \
-  X(dx) X(dv)
+  X(dx) X(dv) X(key_size) X(value_size)
 // clang-format on
 
 struct Sizes {

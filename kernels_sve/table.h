@@ -83,14 +83,15 @@ struct Positions {
   int64_t begin = 0, end = 0;
 };
 
-// attention.h: causal self-attention of query heads of d columns over sequences of s positions, heads / groups of them to a key
-// and a value; query i sees the keys i - window < j <= i. p = 0 for no dropout, whose DropoutKey of the probabilities
-// (b, heads, s, s) has row0 = first_head * s. starts (b, s): the position at which the document of each position begins, which
-// never falls within a sample; query i sees no key before starts[i]. Null: every sample is one document. attention_part_*: a
-// call has the queries and keys at these positions alone; both are empty where it has all s.
+// attention.h: causal self-attention of query heads over sequences of s positions, heads / groups of them to a key and a value;
+// queries and keys have key_size columns, values and the output value_size. Scores are divided by score_divisor, usually
+// sqrt(key_size); query i sees the keys i - window < j <= i. p = 0 for no dropout, whose DropoutKey of the probabilities
+// (b, heads, s, s) has row0 = first_head * s. starts (b, s): the position at which the document of each position begins;
+// query i sees no key before starts[i]. Null: every sample is one document. attention_part_*: a call has the queries and
+// keys at these positions alone; both are empty where it has all s.
 struct AttentionArgs {
-  int64_t s, b, heads, groups, d, window;
-  float p;
+  int64_t s, b, heads, groups, key_size, value_size, window;
+  float score_divisor, p;
   uint64_t seed, stream;
   int64_t first_sample, first_head;
   const int32_t* starts = nullptr;
@@ -99,10 +100,18 @@ struct AttentionArgs {
 };
 
 // attention_decode.h: one token of each of `rows` samples, heads / groups query heads to a key and a value, against caches of
-// `slots` positions. Row r is position positions[r] of the sample at place samples[r] of the caches.
+// `slots` positions. Row r is position positions[r] of the sample at place samples[r] of the caches. shared: a value is the
+// beginning of its key, in the same memory.
 struct DecodeArgs {
-  int64_t rows, heads, groups, d, slots;
+  int64_t rows, heads, groups, key_size, value_size, slots;
+  bool shared;
+  float score_divisor;
   const int64_t *samples, *positions;
+  // Columns of a group in a row of qkv, and from a value to the next in the cache.
+  int64_t group_columns() const {
+    return (heads / groups + 1) * key_size + (shared ? 0 : value_size);
+  }
+  int64_t value_row() const { return shared ? key_size : value_size; }
 };
 
 // adamw_rounding.h: the key, and which element of the global tensor each of a call's elements is. Element i has the number offset +

@@ -132,6 +132,8 @@ def sizes(name: str, *args: Any, **kwargs: Any) -> dict[str, int]:
     for _ in range(len(row.sizes) + 1):
         for factors, size in dimensions:
             _solve(row, factors, size, known)
+    if "value_size" in known:
+        known.setdefault("key_size", known["value_size"])
     open_sizes = [symbol for symbol in row.sizes if symbol not in known and symbol != "window"]
     if open_sizes and "(" in row.text:
         row.fail(f"none that tells {open_sizes[0]}")

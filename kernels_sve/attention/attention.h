@@ -1,9 +1,11 @@
 // Causal self-attention, forward and backward, on Megatron's fused layout, without ever holding an s x s matrix.
 //
-//   qkv, dqkv   (s, b, (heads + 2 groups) d)    per position and sample: for each group its heads / groups queries, its key and
-//                                               its value
-//   out, dout   (s, b, heads * d)               lse (b, heads, s) FP32: natural log of the sum of exp(scores / sqrt(d))
+//   qkv, dqkv   (s, b, heads key_size + groups (key_size + value_size)): per position and sample, for each group its heads /
+//               groups queries, its key and its value
+//   out, dout   (s, b, heads value_size)        lse (b, heads, s) FP32: natural log of the sum of exp(scores)
 //
+// Keys may be wider than values, as in multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), or narrower: each product
+// has the columns of its own operands, none is padded to the other's.
 // Query heads of a group share its key and value (Ainslie et al., GQA, 2023), which are packed once for all of them and never
 // repeated. With a window, query i sees the keys i - window < j <= i (Beltagy et al., Longformer, 2020): tiles that lie outside
 // are left out, those at its two edges masked. With documents, query i sees no key before its document's first position: tiles

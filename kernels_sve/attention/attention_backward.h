@@ -4,7 +4,7 @@
 //
 //   P = 2^(c Q K^T - c lse)    dS = P (dO V^T - delta)    dV += P^T dO    dK += dS^T Q    dQ += dS K
 //
-// (Dao et al., FlashAttention, 2022, algorithm 4; the factor 1 / sqrt(d) comes in where gradients leave). dK and dV
+// (Dao et al., FlashAttention, 2022, algorithm 4; the factor 1 / score_divisor comes in where gradients leave). dK and dV
 // belong to one task, and where query heads share a key and a value, their parts are summed in the order of heads at the end.
 // So is dQ, which every task sums into a partial of its own: runs follow from the sample alone, so results depend neither on
 // threads nor on the groups and samples that a call holds.
@@ -27,7 +27,7 @@ struct BackwardRun {
   int64_t* runs;  // of each sample: blocks of keys in a run
   int64_t first, count;
 
-  float scale() const { return 1.0f / __builtin_sqrtf(static_cast<float>(args.d)); }
+  float scale() const { return 1.0f / args.score_divisor; }
   int64_t groups() const { return max(1, count / shape.share); }
   // Packed keys of a group, then its sums of dK and dV.
   float* group_memory(int64_t group) const {
@@ -35,24 +35,25 @@ struct BackwardRun {
            group * shape.group_floats(P::STEP);
   }
   BackwardHead<P> head(int64_t local) const {
-    const int64_t operand = shape.query_matrix() / P::STEP, q0 = shape.first_query,
-                  k0 = shape.first_key, d = shape.d_padded;
-    float *const at = memory + local * shape.head_floats(P::STEP), *const rows = at + 4 * operand;
+    const int64_t query = shape.query_matrix() / P::STEP, dout = shape.context_matrix() / P::STEP,
+                  q0 = shape.first_query, k0 = shape.first_key;
+    float *const at = memory + local * shape.head_floats(P::STEP),
+                 *const columns = at + query + dout, *const rows = columns + query + dout;
     float *const dquery = rows + 2 * shape.queries_padded, *const dkey =
                                                                dquery + shape.dquery_partials() *
                                                                             shape.query_matrix();
     const auto words = [](float* floats) { return reinterpret_cast<typename P::Word*>(floats); };
-    const int64_t crosswise = q0 * d / P::STEP, columnwise = q0 / P::STEP * P::PANEL_ROWS;
-    return {words(at) - crosswise,
-            words(at + operand) - crosswise,
-            words(at + 2 * operand) - columnwise,
-            words(at + 3 * operand) - columnwise,
+    const int64_t columnwise = q0 / P::STEP * P::PANEL_ROWS;
+    return {words(at) - q0 * shape.key_columns / P::STEP,
+            words(at + query) - q0 * shape.value_columns / P::STEP,
+            words(columns) - columnwise,
+            words(columns + query) - columnwise,
             words(group_memory(local / shape.share)) - k0 / P::STEP * P::PANEL_ROWS,
             rows - q0,
             rows + shape.queries_padded - q0,
-            dquery - q0 * d,
-            dkey - k0 * d,
-            dkey + shape.key_matrix() - k0 * d};
+            dquery - q0 * shape.key_columns,
+            dkey - k0 * shape.key_columns,
+            dkey + shape.key_matrix() - k0 * shape.value_columns};
   }
 };
 
@@ -68,15 +69,17 @@ template <class P, class T>
 static void begin_keys(const BackwardRun<P, T>& run, const BackwardHead<P>& head,
                        BackwardBlock<P>& m, int64_t group) {
   const AttentionShape& shape = run.shape;
-  const int64_t words = shape.d_padded / P::STEP;
-  for (int64_t g = 0; g < LANE_GROUPS; ++g) {
-    pack_lanewise<P>(shape.key_value(run.kv, group, 0), m.k0 + g * LANES, m.key + g * words * LANES,
-                     words);
-    pack_lanewise<P>(shape.key_value(run.kv, group, 1), m.k0 + g * LANES,
-                     m.value + g * words * LANES, words);
+  const auto pack = [&](int which, typename P::Word* to, int64_t words) {
+    for (int64_t g = 0; g < LANE_GROUPS; ++g) {
+      pack_lanewise<P>(shape.key_value(run.kv, group, which), m.k0 + g * LANES,
+                       to + g * words * LANES, words);
+    }
+  };
+  pack(0, m.key, shape.key_columns / P::STEP), pack(1, m.value, shape.value_columns / P::STEP);
+  if (shape.share > 1) {
+    m.dkey = head.dkey + m.k0 * shape.key_columns;
+    m.dvalue = head.dvalue + m.k0 * shape.value_columns;
   }
-  if (shape.share > 1)
-    m.dkey = head.dkey + m.k0 * shape.d_padded, m.dvalue = head.dvalue + m.k0 * shape.d_padded;
 }
 
 // Rows [first, first + LANES) of `to` = factor * sum, or += in a part.
@@ -106,9 +109,10 @@ FM_INLINE int64_t next_block(const AttentionShape& shape, int64_t run, int64_t b
 template <class P, bool DROPOUT, class T>
 static void backward_task(const BackwardRun<P, T>& run, int64_t local, int64_t partial) {
   const AttentionShape& shape = run.shape;
-  const int64_t d = shape.d_padded, index = run.first + local, group = index / shape.share;
+  const int64_t key_columns = shape.key_columns, value_columns = shape.value_columns;
+  const int64_t index = run.first + local, group = index / shape.share;
   const BackwardHead<P> head = run.head(local);
-  BackwardBlock<P> m = backward_memory<P>(d, Documents(run.args, index / shape.heads));
+  BackwardBlock<P> m = backward_memory<P>(shape, Documents(run.args, index / shape.heads));
   m.c = LOG2_E * run.scale(), m.keep_scale = keep_scale(run.args), m.window = shape.window;
   m.queries_end = shape.queries.end, m.keys_end = shape.keys_end();
   m.far = 4 * shape.queries_padded >
@@ -129,12 +133,12 @@ static void backward_task(const BackwardRun<P, T>& run, int64_t local, int64_t p
     begin_keys(run, head, m, group);
     m.first_q0 = max(m.k0, shape.first_query);
     if (m.first_q0 >= end) {  // no query of this part sees them
-      for (float* sum : {m.dkey, m.dvalue})
-        __builtin_memset(sum, 0, static_cast<size_t>(BLOCK * d) * sizeof(float));
+      __builtin_memset(m.dkey, 0, static_cast<size_t>(BLOCK * key_columns) * sizeof(float));
+      __builtin_memset(m.dvalue, 0, static_cast<size_t>(BLOCK * value_columns) * sizeof(float));
     }
     for (m.q0 = m.first_q0; m.q0 < min(shape.queries.end, end); m.q0 += BLOCK) {
       if (DROPOUT) block_dropout(dropout, m);
-      block_scores<P, DROPOUT>(head, m, d / P::STEP);
+      block_scores<P, DROPOUT>(head, m, key_columns / P::STEP, value_columns / P::STEP);
       typename P::Word* prob =
           DROPOUT || P::STEP == 2 ? m.prob_words : reinterpret_cast<typename P::Word*>(m.prob);
       block_gradients(head, m, shape, prob, dquery, m.q0 >= written);
@@ -142,10 +146,10 @@ static void backward_task(const BackwardRun<P, T>& run, int64_t local, int64_t p
     written = end;
     for (int64_t r = 0; shape.share == 1 && r < BLOCK; r += LANES) {
       with_gradients(run, [&](auto*, auto* dkv) {
-        write_rows(m.dkey + r * d, shape.key_value(dkv, group, 0), m.k0 + r, run.scale(),
+        write_rows(m.dkey + r * key_columns, shape.key_value(dkv, group, 0), m.k0 + r, run.scale(),
                    shape.part);
-        write_rows(m.dvalue + r * d, shape.key_value(dkv, group, 1), m.k0 + r, m.keep_scale,
-                   shape.part);
+        write_rows(m.dvalue + r * value_columns, shape.key_value(dkv, group, 1), m.k0 + r,
+                   m.keep_scale, shape.part);
       });
     }
   }
@@ -165,7 +169,7 @@ FM_INLINE void add_parts(float* sum, const F& part, int64_t count, int64_t float
 template <class P, class T>
 static void reduce_dquery(const BackwardRun<P, T>& run, int64_t local, int64_t row) {
   const AttentionShape& shape = run.shape;
-  const int64_t partials = shape.dquery_partials(), floats = LANES * shape.d_padded;
+  const int64_t partials = shape.dquery_partials(), floats = LANES * shape.key_columns;
   const Documents documents(run.args, (run.first + local) / shape.heads);
   const int64_t query = row / BLOCK * BLOCK;  // the first one whose blocks of keys these rows have
   const int64_t blocks = run.runs[(run.first + local) / shape.heads];
@@ -178,7 +182,7 @@ static void reduce_dquery(const BackwardRun<P, T>& run, int64_t local, int64_t r
   float *sum = static_cast<float*>(scratch(0, floats * sizeof(float))),
         *dquery = run.head(local).dquery;
   const auto part = [&](int64_t i) {
-    return dquery + (first + i) % partials * shape.query_matrix() + row * shape.d_padded;
+    return dquery + (first + i) % partials * shape.query_matrix() + row * shape.key_columns;
   };
   add_parts(sum, part, min(partials, last / blocks - first + 1), floats, false);
   with_gradients(run, [&](auto* dqkv, auto*) {
@@ -190,14 +194,14 @@ static void reduce_dquery(const BackwardRun<P, T>& run, int64_t local, int64_t r
 template <class P, class T>
 static void reduce_dkey_dvalue(const BackwardRun<P, T>& run, int64_t group, int part, int64_t row) {
   const AttentionShape& shape = run.shape;
-  const int64_t heads = run.count / run.groups(), at = row * shape.d_padded,
-                end = run.first + (group + 1) * heads;
+  const int64_t columns = part == 0 ? shape.key_columns : shape.value_columns, at = row * columns;
+  const int64_t heads = run.count / run.groups(), end = run.first + (group + 1) * heads;
   const BackwardHead<P> head = run.head(group * heads);
   float* sum = run.group_memory(group) + shape.key_matrix() / P::STEP + part * shape.key_matrix() +
-               at - shape.first_key * shape.d_padded;
+               at - shape.first_key * columns;
   const float* first = (part == 0 ? head.dkey : head.dvalue) + at;
   const auto of_head = [&](int64_t i) { return first + i * shape.head_floats(P::STEP); };
-  add_parts(sum, of_head, heads, LANES * shape.d_padded, run.first % shape.share != 0);
+  add_parts(sum, of_head, heads, LANES * columns, run.first % shape.share != 0);
   if (end % shape.share) return;
   with_gradients(run, [&](auto*, auto* dkv) {
     write_rows(sum, shape.key_value(dkv, end / shape.share - 1, part), row,
@@ -226,20 +230,20 @@ template <class P, class T>
 static void pack_backward(const BackwardRun<P, T>& run, int64_t local, int64_t block) {
   const AttentionShape& shape = run.shape;
   const BackwardHead<P> to = run.head(local);
-  const int64_t words = shape.d_padded / P::STEP,
+  const int64_t key_columns = shape.key_columns, value_columns = shape.value_columns,
                 panel = shape.queries_padded / P::STEP * P::PANEL_ROWS;
   const int64_t index = run.first + local, key = shape.first_key + block * BLOCK;
   if (index % shape.share == 0 && key < shape.keys.end) {
     pack_columnwise<P>(shape.key_value(run.kv, index / shape.share, 0), key, key + BLOCK, to.keys,
-                       shape.d_padded, shape.keys_padded / P::STEP * P::PANEL_ROWS);
+                       key_columns, shape.keys_padded / P::STEP * P::PANEL_ROWS);
   }
   const int64_t row = shape.first_query + block * BLOCK, end = row + BLOCK;
   if (row >= shape.queries.end) return;
   const Rows<const T> query = shape.query(run.qkv, index), grad = shape.context(run.dout, index);
-  pack_crosswise<P>(query, row, end, to.query_rows, words);
-  pack_crosswise<P>(grad, row, end, to.dout_rows, words);
-  pack_columnwise<P>(query, row, end, to.query_columns, shape.d_padded, panel);
-  pack_columnwise<P>(grad, row, end, to.dout_columns, shape.d_padded, panel);
+  pack_crosswise<P>(query, row, end, to.query_rows, key_columns / P::STEP);
+  pack_crosswise<P>(grad, row, end, to.dout_rows, value_columns / P::STEP);
+  pack_columnwise<P>(query, row, end, to.query_columns, key_columns, panel);
+  pack_columnwise<P>(grad, row, end, to.dout_columns, value_columns, panel);
   row_statistics(to, shape.context(run.out, index), grad, shape.statistics(run.lse, index), row,
                  end);
 }

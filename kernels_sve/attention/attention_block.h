@@ -9,18 +9,18 @@ namespace fm::FM_TARGET {
 constexpr int64_t LANE_GROUPS = BLOCK / LANES;
 
 // What all tasks of a query head read, packed once, and where they leave their part of dQ, dK and dV. The keys are those of
-// its group; a head that shares them with others has sums of its own, (keys_padded / LANES, d_padded, LANES). Each begins at the
+// its group; a head that shares them with others has sums of its own, (keys_padded / LANES, columns, LANES). Each begins at the
 // position 0, whether or not that is packed.
 template <class P>
 struct BackwardHead {
   typename P::Word *query_rows, *dout_rows;               // crosswise
   typename P::Word *query_columns, *dout_columns, *keys;  // columnwise
   float *lse, *delta;  // (queries_padded): lse times log2(e); +inf and 0 for others
-  float* dquery;       // (partials, queries_padded / LANES, d_padded, LANES)
+  float* dquery;       // (partials, queries_padded / LANES, key_columns, LANES)
   float *dkey, *dvalue;
 };
 
-// Memory of one task. For one block of keys: key, value, dkey, dvalue (LANE_GROUPS, d, LANES). For one block of queries
+// Memory of one task. For one block of keys: key, value, dkey, dvalue (LANE_GROUPS, columns, LANES). For one block of queries
 // against it: arrays (LANE_GROUPS of keys, BLOCK queries, LANES), and dscore_crossed with the two exchanged.
 template <class P>
 struct BackwardBlock {
@@ -39,17 +39,17 @@ struct BackwardBlock {
 };
 
 template <class P>
-static BackwardBlock<P> backward_memory(int64_t d_padded, const Documents& documents) {
+static BackwardBlock<P> backward_memory(const AttentionShape& shape, const Documents& documents) {
   constexpr int64_t SQUARE = BLOCK * BLOCK;
-  const int64_t matrix = BLOCK * d_padded;
-  float* at = static_cast<float*>(scratch(0, (4 * matrix + 6 * SQUARE) * sizeof(float)));
+  const int64_t keys = BLOCK * shape.key_columns, values = BLOCK * shape.value_columns;
+  float* at = static_cast<float*>(scratch(0, (2 * (keys + values) + 6 * SQUARE) * sizeof(float)));
   const auto next = [&](int64_t floats) { return (at += floats) - floats; };
   const auto words = [&](int64_t floats) {
     return reinterpret_cast<typename P::Word*>(next(floats));
   };
   BackwardBlock<P> m{};
   m.documents = documents;
-  m.key = words(matrix), m.value = words(matrix), m.dkey = next(matrix), m.dvalue = next(matrix);
+  m.key = words(keys), m.value = words(values), m.dkey = next(keys), m.dvalue = next(values);
   m.prob = next(SQUARE), m.dscore = next(SQUARE);
   m.prob_words = words(SQUARE), m.dscore_words = words(SQUARE), m.dscore_crossed = words(SQUARE);
   m.keep = reinterpret_cast<int32_t*>(next(SQUARE));
@@ -214,18 +214,19 @@ FM_INLINE void fetch_rows(const BackwardBlock<P>& m, const typename P::Word* row
 // P and dS of one block of queries against one block of keys. Inside backward_task its registers do not suffice.
 template <class P, bool DROPOUT>
 static __attribute__((noinline)) void block_scores(const BackwardHead<P>& head,
-                                                   const BackwardBlock<P>& m, int64_t words) {
+                                                   const BackwardBlock<P>& m, int64_t key_words,
+                                                   int64_t value_words) {
   for (int64_t g = 0; g < LANE_GROUPS; ++g) {
     for_queries(m, g, [&](auto vectors, int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; r += ATTENTION_MR) {
-        fetch_rows(m, head.query_rows, words, g, r);
-        prob_tile<P, DROPOUT>(head, m, words, g, r, vectors);
+        fetch_rows(m, head.query_rows, key_words, g, r);
+        prob_tile<P, DROPOUT>(head, m, key_words, g, r, vectors);
       }
     });
     for_queries(m, g, [&](auto vectors, int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; r += ATTENTION_MR) {
-        fetch_rows(m, head.dout_rows, words, g, r);
-        dscore_tile<P, DROPOUT>(head, m, words, g, r, vectors);
+        fetch_rows(m, head.dout_rows, value_words, g, r);
+        dscore_tile<P, DROPOUT>(head, m, value_words, g, r, vectors);
       }
       for (int64_t r = begin; r < end; r += VL) cross_dscore(m, g, r, vectors);
     });
@@ -238,7 +239,7 @@ template <class P>
 static void block_gradients(const BackwardHead<P>& head, const BackwardBlock<P>& m,
                             const AttentionShape& shape, typename P::Word* prob_words,
                             float* dquery, bool fresh_queries) {
-  const int64_t panel = shape.queries_padded / P::STEP * P::PANEL_ROWS, rows = shape.d_padded;
+  const int64_t panel = shape.queries_padded / P::STEP * P::PANEL_ROWS, rows = shape.key_columns;
   const int64_t key_panel = shape.keys_padded / P::STEP * P::PANEL_ROWS;
   constexpr int64_t SHARE =
       LANES / P::STEP *
@@ -248,7 +249,7 @@ static void block_gradients(const BackwardHead<P>& head, const BackwardBlock<P>&
     if (!fresh && end_query(m, g) <= first_query(m, g)) continue;
     const int64_t a = m.q0 / P::STEP * P::PANEL_ROWS, b = g * BLOCK / P::STEP * LANES;
     const auto queries = [&](const auto& f) FM_INLINE_LAMBDA { for_queries(m, g, f); };
-    const auto sum = [&](float* to, const typename P::Word* columns,
+    const auto sum = [&](float* to, int64_t rows, const typename P::Word* columns,
                          const typename P::Word* words) FM_INLINE_LAMBDA {
       accumulate<P>(to + g * rows * LANES, fresh, rows, columns + a, panel, words + b, queries,
                     [&](int64_t row) FM_INLINE_LAMBDA {
@@ -257,8 +258,8 @@ static void block_gradients(const BackwardHead<P>& head, const BackwardBlock<P>&
                               SHARE);
                     });
     };
-    sum(m.dvalue, head.dout_columns, prob_words);
-    sum(m.dkey, head.query_columns, m.dscore_words);
+    sum(m.dvalue, shape.value_columns, head.dout_columns, prob_words);
+    sum(m.dkey, rows, head.query_columns, m.dscore_words);
   }
   for (int64_t g = 0; g < LANE_GROUPS; ++g) {
     const int64_t q0 = m.q0 + g * LANES;

@@ -1,9 +1,11 @@
 // Attention of one new token of each sample against the keys and values that are kept of the earlier ones: generation.
 //
-//   qkv (rows, (heads + 2 groups) d)    out (rows, heads d)    keys, values (samples, groups, slots, d)
+//   qkv (rows, heads key_size + groups (key_size + value_size))    out (rows, heads value_size)
+//   keys (samples, groups, slots, key_size)    values (samples, groups, slots, value_size), or the beginnings of keys
 //
 // Row r is position positions[r] of sample samples[r]; its key and value are kept in slot position mod slots, and the last
-// `slots` positions are attended to, so a window is a short cache. Memory bounds this: a task reads some slots of one group once
+// `slots` positions are attended to, so a window is a short cache. With absorbed projections (multi-head latent attention,
+// DeepSeek-V2, arXiv:2405.04434) a value is the beginning of its key, is kept once, and qkv has no values. Memory bounds this: a task reads some slots of one group once
 // for all query heads of it, and leaves a partial softmax (Dao et al., Flash-Decoding, 2023), which are put together in order. How
 // slots are cut follows from their number alone, so results have the same bits for any number of threads.
 // Reference: attention_reference.cc. Tested by tests/kernels/test_attention_decode.py. Included by attention.h.
@@ -16,47 +18,74 @@ constexpr int64_t DECODE_SLOTS = Tuning::DECODE_SLOTS;
 
 static_assert(DECODE_SLOTS % VL == 0, "scores fill vectors");
 
-// A call; d_padded: whole vectors of a head.
+// Query heads that are multiplied at once by what is loaded of a key or a value: as many sums as a vector has lanes.
+constexpr int DECODE_HEADS = VL / 4;
+
+// f(Count<N>(), head) for the N heads from `head` on, the last ones one at a time.
+template <class F>
+FM_INLINE void for_decode_heads(int64_t heads, const F& f) {
+  int64_t head = 0;
+  for (; head + DECODE_HEADS <= heads; head += DECODE_HEADS) f(Count<DECODE_HEADS>(), head);
+  for (; head < heads; ++head) f(Count<1>(), head);
+}
+
+// A call; *_columns: whole vectors.
 template <class T>
 struct Decode {
   const DecodeArgs& args;
   const T* qkv;
   T *keys, *values, *out;
-  int64_t share, d_padded, splits;
+  int64_t share, key_columns, value_columns, splits;
   float* partials;
 
   int64_t known(int64_t row) const { return min(args.positions[row] + 1, args.slots); }
   // part 0 to share: queries, then key and value of a group.
   const T* slot(int64_t row, int64_t group, int64_t part) const {
-    return qkv + ((row * args.groups + group) * (share + 2) + part) * args.d;
+    return qkv + (row * args.groups + group) * args.group_columns() + part * args.key_size;
+  }
+  T* key(int64_t row, int64_t group, int64_t slot) const {
+    return keys + cached(row, group, slot) * args.key_size;
+  }
+  T* value(int64_t row, int64_t group, int64_t slot) const {
+    return values + cached(row, group, slot) * args.value_row();
   }
   int64_t cached(int64_t row, int64_t group, int64_t slot) const {
-    return ((args.samples[row] * args.groups + group) * args.slots + slot) * args.d;
+    return (args.samples[row] * args.groups + group) * args.slots + slot;
   }
-  // (d_padded) sums of P V, the maximum and the sum of P of some slots, for a query head.
+  // (value_columns) sums of P V, the maximum and the sum of P of some slots, for a query head.
   float* partial(int64_t row, int64_t head, int64_t split) const {
-    return partials + ((row * args.heads + head) * splits + split) * (d_padded + VL);
+    return partials + ((row * args.heads + head) * splits + split) * (value_columns + VL);
   }
 };
 
 // Keeps the new token's key and value.
 template <class T>
 static void keep_token(const Decode<T>& call, int64_t row, int64_t group) {
-  const int64_t to = call.cached(row, group, call.args.positions[row] % call.args.slots);
-  __builtin_memcpy(call.keys + to, call.slot(row, group, call.share), call.args.d * sizeof(T));
-  __builtin_memcpy(call.values + to, call.slot(row, group, call.share + 1),
-                   call.args.d * sizeof(T));
+  const DecodeArgs& a = call.args;
+  const int64_t slot = a.positions[row] % a.slots;
+  __builtin_memcpy(call.key(row, group, slot), call.slot(row, group, call.share),
+                   a.key_size * sizeof(T));
+  if (a.shared) return;
+  __builtin_memcpy(call.value(row, group, slot), call.slot(row, group, call.share + 1),
+                   a.value_size * sizeof(T));
 }
 
-// Scores of one query against VL keys, of which those from `count` on are -inf.
-template <class T>
-FM_INLINE vf score_keys(const float* query, const T* keys, int64_t d, int64_t count) {
+// Scores of H queries, `columns` apart, against VL / H keys, a lane each; of keys from `count` on -inf.
+template <int H, class T>
+FM_INLINE vf score_keys(const float* query, int64_t columns, const T* keys, int64_t d,
+                        int64_t count) {
+  constexpr int KEYS = VL / H;
   vf sum[VL] = {};
   for_vectors(0, d, [&](int64_t i, int lanes) {
-    const vf q = load_aligned(query + i);
+    vf key[KEYS];
 #pragma GCC unroll 16
-    for (int j = 0; j < VL; ++j)
-      sum[j] = load_lanes(keys + min(j, count - 1) * d + i, lanes) * q + sum[j];
+    for (int j = 0; j < KEYS; ++j) key[j] = load_lanes(keys + min(j, count - 1) * d + i, lanes);
+#pragma GCC unroll 4
+    for (int h = 0; h < H; ++h) {
+      const vf q = load_aligned(query + h * columns + i);
+#pragma GCC unroll 16
+      for (int j = 0; j < KEYS; ++j) sum[h * KEYS + j] = key[j] * q + sum[h * KEYS + j];
+    }
   });
   transpose(sum);
 #pragma GCC unroll 16
@@ -64,7 +93,9 @@ FM_INLINE vf score_keys(const float* query, const T* keys, int64_t d, int64_t co
 #pragma GCC unroll 16
     for (int j = 0; j < VL; j += 2 * step) sum[j] += sum[j + step];
   }
-  return (vi)lane_index() < static_cast<int32_t>(count) ? sum[0] : broadcast(-__builtin_inff());
+  return (vi)(lane_index() & (KEYS - 1)) < static_cast<int32_t>(count)
+             ? sum[0]
+             : broadcast(-__builtin_inff());
 }
 
 // 2^(score - maximum) in place; the maximum and the sum to stats.
@@ -81,60 +112,78 @@ FM_INLINE void softmax_slots(float* score, int64_t count, float* stats) {
   stats[1] = hsum(sum);
 }
 
-// Columns [0, N VL) of out = P V, the last vector `lanes` wide; slots in pairs, whose sums do not wait for each other.
-template <int N, class T>
-FM_INLINE void add_values(const float* prob, const T* values, int64_t d, int64_t count, int lanes,
-                          float* out) {
-  vf even[N] = {}, odd[N] = {};
-  const auto add = [&](vf(&sum)[N], int64_t k) {
+// Columns [0, N VL) of out = P V for H heads, the last vector `lanes` wide; `row` elements from a value to the next, `out_row` from
+// a head's out to the next. Slots in pairs, whose sums do not wait for each other.
+template <int N, int H, class T>
+FM_INLINE void add_values(const float* prob, const T* values, int64_t row, int64_t count, int lanes,
+                          float* out, int64_t out_row) {
+  vf even[H][N] = {}, odd[H][N] = {};
+  const auto add = [&](vf(&sum)[H][N], int64_t k) {
 #pragma GCC unroll 4
-    for (int v = 0; v < N; ++v)
-      sum[v] = load_lanes(values + k * d + v * VL, v + 1 < N ? VL : lanes) * prob[k] + sum[v];
+    for (int v = 0; v < N; ++v) {
+      const vf value = load_lanes(values + k * row + v * VL, v + 1 < N ? VL : lanes);
+#pragma GCC unroll 4
+      for (int h = 0; h < H; ++h) sum[h][v] = value * prob[h * DECODE_SLOTS + k] + sum[h][v];
+    }
   };
   for (int64_t k = 0; k + 1 < count; k += 2) add(even, k), add(odd, k + 1);
   if (count % 2) add(even, count - 1);
 #pragma GCC unroll 4
-  for (int v = 0; v < N; ++v) store_aligned(out + v * VL, even[v] + odd[v]);
+  for (int h = 0; h < H; ++h) {
+#pragma GCC unroll 4
+    for (int v = 0; v < N; ++v) store_aligned(out + h * out_row + v * VL, even[h][v] + odd[h][v]);
+  }
 }
 
 // The slots of one split against all query heads of a group.
 template <class T>
 static void decode_task(const Decode<T>& call, int64_t row, int64_t group, int64_t split) {
-  const int64_t d = call.args.d, share = call.share, first = split * DECODE_SLOTS;
+  const int64_t d = call.args.key_size, stride = call.args.value_row(), share = call.share,
+                first = split * DECODE_SLOTS;
   const int64_t count = min(DECODE_SLOTS, call.known(row) - first);
   if (count <= 0) return;
   float* query =
-      static_cast<float*>(scratch(0, share * (call.d_padded + DECODE_SLOTS) * sizeof(float)));
-  float* score = query + share * call.d_padded;
-  const float c = LOG2_E / __builtin_sqrtf(static_cast<float>(d));
+      static_cast<float*>(scratch(0, share * (call.key_columns + DECODE_SLOTS) * sizeof(float)));
+  float* score = query + share * call.key_columns;
+  const float c = LOG2_E / call.args.score_divisor;
   for (int64_t h = 0; h < share; ++h) {
     for_vectors(0, d, [&](int64_t i, int lanes) {
-      store_aligned(query + h * call.d_padded + i,
+      store_aligned(query + h * call.key_columns + i,
                     load_lanes(call.slot(row, group, h) + i, lanes) * c);
     });
   }
-  const T *keys = call.keys + call.cached(row, group, first),
-          *values = call.values + call.cached(row, group, first);
+  const T *keys = call.key(row, group, first), *values = call.value(row, group, first);
   for (int64_t k = 0; k < count; k += VL) {
-    for (int64_t h = 0; h < share; ++h) {
-      store_aligned(score + h * DECODE_SLOTS + k,
-                    score_keys(query + h * call.d_padded, keys + k * d, d, min(VL, count - k)));
-    }
+    for_decode_heads(share, [&](auto heads, int64_t head) FM_INLINE_LAMBDA {
+      constexpr int H = decltype(heads)::value, KEYS = VL / H;
+      for (int64_t j = k; j < k + VL; j += KEYS) {
+        const vf scores = score_keys<H>(query + head * call.key_columns, call.key_columns,
+                                        keys + j * d, d, count - j);
+#pragma GCC unroll 4
+        for (int h = 0; h < H; ++h)
+          store_part<KEYS>(score + (head + h) * DECODE_SLOTS + j, scores, h);
+      }
+    });
   }
-  const auto to = [&](int64_t h) { return call.partial(row, group * share + h, split); };
+  float* const out = call.partial(row, group * share, split);
+  const int64_t out_row = call.partial(row, group * share + 1, split) - out;
   for (int64_t h = 0; h < share; ++h)
-    softmax_slots(score + h * DECODE_SLOTS, count, to(h) + call.d_padded);
-  for (int64_t i = 0; i < d; i += 4 * VL) {
-    for (int64_t h = 0; h < share; ++h) {
-      const float* prob = score + h * DECODE_SLOTS;
-      if (i + 4 * VL <= d) {
-        add_values<4>(prob, values + i, d, count, VL, to(h) + i);
+    softmax_slots(score + h * DECODE_SLOTS, count, out + h * out_row + call.value_columns);
+  constexpr int64_t COLUMNS = 4 * VL;
+  for (int64_t i = 0; i < call.args.value_size; i += COLUMNS) {
+    for_decode_heads(share, [&](auto heads, int64_t head) FM_INLINE_LAMBDA {
+      constexpr int H = decltype(heads)::value, N = H > 1 ? 2 : 4;
+      const float* prob = score + head * DECODE_SLOTS;
+      float* const to = out + head * out_row;
+      if (i + COLUMNS <= call.args.value_size) {
+        for (int64_t at = i; at < i + COLUMNS; at += N * VL)
+          add_values<N, H>(prob, values + at, stride, count, VL, to + at, out_row);
       } else {
-        for_vectors(i, d, [&](int64_t at, int lanes) {
-          add_values<1>(prob, values + at, d, count, lanes, to(h) + at);
+        for_vectors(i, call.args.value_size, [&](int64_t at, int lanes) {
+          add_values<1, H>(prob, values + at, stride, count, lanes, to + at, out_row);
         });
       }
-    }
+    });
   }
 }
 
@@ -142,39 +191,49 @@ static void decode_task(const Decode<T>& call, int64_t row, int64_t group, int64
 template <class T>
 static void combine_splits(const Decode<T>& call, int64_t row, int64_t head) {
   const int64_t splits = (call.known(row) + DECODE_SLOTS - 1) / DECODE_SLOTS,
-                d_padded = call.d_padded;
+                columns = call.value_columns;
   float maximum = -__builtin_inff();
   for (int64_t split = 0; split < splits; ++split) {
-    const float m = call.partial(row, head, split)[d_padded];
+    const float m = call.partial(row, head, split)[columns];
     maximum = maximum > m ? maximum : m;
   }
-  float* sum = static_cast<float*>(scratch(0, d_padded * sizeof(float)));
+  float* sum = static_cast<float*>(scratch(0, columns * sizeof(float)));
   vf total = {};
   for (int64_t split = 0; split < splits; ++split) {
     const float* part = call.partial(row, head, split);
-    vf factor[1] = {broadcast(part[d_padded] - maximum)};
+    vf factor[1] = {broadcast(part[columns] - maximum)};
     exp2_each(factor);
-    total = factor[0] * part[d_padded + 1] + total;
-    for (int64_t i = 0; i < d_padded; i += VL) {
+    total = factor[0] * part[columns + 1] + total;
+    for (int64_t i = 0; i < columns; i += VL) {
       store_aligned(sum + i,
                     load_aligned(part + i) * factor[0] + (split ? load_aligned(sum + i) : vf{}));
     }
   }
   const vf scale = reciprocal(total);
-  T* out = call.out + (row * call.args.heads + head) * call.args.d;
-  for_vectors(0, call.args.d, [&](int64_t i, int lanes) {
+  T* out = call.out + (row * call.args.heads + head) * call.args.value_size;
+  for_vectors(0, call.args.value_size, [&](int64_t i, int lanes) {
     store_lanes(out + i, load_aligned(sum + i) * scale, lanes);
   });
 }
 
 template <class T>
 static void decode_of(const T* qkv, T* keys, T* values, T* out, const DecodeArgs& a) {
-  Decode<T> call{a, qkv, keys, values, out, a.heads / a.groups, round_up(a.d, VL), 0, nullptr};
+  Decode<T> call{a,
+                 qkv,
+                 keys,
+                 values,
+                 out,
+                 a.heads / a.groups,
+                 round_up(a.key_size, VL),
+                 round_up(a.value_size, VL),
+                 0,
+                 nullptr};
   for (int64_t row = 0; row < a.rows; ++row) {
     call.splits = max(call.splits, (call.known(row) + DECODE_SLOTS - 1) / DECODE_SLOTS);
   }
   const int64_t partials = a.rows * a.heads * call.splits;
-  call.partials = static_cast<float*>(scratch(1, partials * (call.d_padded + VL) * sizeof(float)));
+  call.partials =
+      static_cast<float*>(scratch(1, partials * (call.value_columns + VL) * sizeof(float)));
   TaskQueue tokens{a.rows * a.groups}, slots{a.rows * a.groups * call.splits},
       heads{a.rows * a.heads};
   parallel_run([&](int, int) {

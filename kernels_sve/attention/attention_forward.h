@@ -4,7 +4,7 @@
 //   for blocks of keys from the window's first up to the diagonal:
 //     S = K Q^T (keys, LANES)    P = 2^(c S - c m)    O^T = O^T 2^(c m_old - c m) + V^T P
 //
-// with c = log2(e) / sqrt(d), m the running maximum of a query and l the running sum of P (online softmax: Milakov and
+// with c = log2(e) / score_divisor, m the running maximum of a query and l the running sum of P (online softmax: Milakov and
 // Gimelshein, 2018; tiling: Dao et al., FlashAttention, 2022). Included by attention.h.
 #pragma once
 #include "attention/attention_shape.h"
@@ -21,8 +21,8 @@ struct PackedKeysValues {
 // A block's state; the arrays are the thread's scratch.
 template <class P>
 struct QueryBlock {
-  typename P::Word *query, *prob;  // (d words, LANES), (KEY_BLOCK / STEP, LANES)
-  float *score, *out;              // (KEY_BLOCK, LANES), (d_padded, LANES)
+  typename P::Word *query, *prob;  // (words of a key, LANES), (KEY_BLOCK / STEP, LANES)
+  float *score, *out;              // (KEY_BLOCK, LANES), (value_columns, LANES)
   vf maximum[ATTENTION_NV], sum[ATTENTION_NV];
   vi position[ATTENTION_NV], start[ATTENTION_NV];  // start: of the query's document
   int64_t first, end, next_key, window, last_start, keys_end;
@@ -154,7 +154,7 @@ FM_INLINE void make_pairs(const float* rows, uint32_t* pairs, int64_t count) {
 // One round of the online softmax over keys [k0, k0 + rows), for the first END vectors of queries.
 template <class P, int END>
 static void attend(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0, int64_t rows,
-                   int64_t d_padded, float c, const HeadDropout* dropout) {
+                   int64_t value_columns, float c, const HeadDropout* dropout) {
   const auto seen_keys = [&](const auto& f)
                              FM_INLINE_LAMBDA { for_seen_keys<P, END>(q.first - k0, 0, rows, f); };
   vf alpha[END], sum[2][ATTENTION_NV] = {};
@@ -183,7 +183,8 @@ static void attend(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0
   }
 #endif
   const typename P::Word* values = head.values + k0 / P::STEP * P::PANEL_ROWS;
-  for (int64_t row = 0; row < d_padded; row += ATTENTION_MR, values += P::TILES ? 0 : head.panel) {
+  for (int64_t row = 0; row < value_columns;
+       row += ATTENTION_MR, values += P::TILES ? 0 : head.panel) {
     if (!P::TILES && head.far)
       fetch(values + KEY_BLOCK / P::STEP * P::PANEL_ROWS, KEY_BLOCK / P::STEP * P::PANEL_ROWS);
     Tile t = load_tile(q.out + row * LANES);
@@ -195,7 +196,8 @@ static void attend(const PackedKeysValues<P>& head, QueryBlock<P>& q, int64_t k0
     store_tile(q.out + row * LANES, t, Vectors<0, END>());
   }
   if constexpr (P::TILES)
-    accumulate<P>(q.out, false, d_padded, values, head.panel, q.prob, seen_keys, [](int64_t) {});
+    accumulate<P>(q.out, false, value_columns, values, head.panel, q.prob, seen_keys,
+                  [](int64_t) {});
 }
 
 // to[row + lane] = x of each lane, for those in `rows`.
@@ -212,14 +214,14 @@ static QueryBlock<P> begin_queries(const AttentionShape& shape, const Documents&
                                    const Rows<const T>& query, int64_t first, int64_t end,
                                    float* score, float* memory) {
   using Word = typename P::Word;
-  const int64_t matrix = shape.d_padded * LANES;
   QueryBlock<P> q;
-  q.query = reinterpret_cast<Word*>(memory), q.out = memory + matrix, q.score = score;
+  q.query = reinterpret_cast<Word*>(memory), q.out = memory + shape.key_columns * LANES,
+  q.score = score;
   q.prob = reinterpret_cast<Word*>(P::STEP == 1 ? score : score + KEY_BLOCK * LANES);
   q.first = first, q.end = end, q.window = shape.window,
   q.last_start = documents.seen_from(end - 1), q.keys_end = shape.keys_end();
-  pack_lanewise<P>(query, first, q.query, shape.d_padded / P::STEP);
-  for (int64_t i = 0; i < matrix; i += VL) store_aligned(q.out + i, vf{});
+  pack_lanewise<P>(query, first, q.query, shape.key_columns / P::STEP);
+  for (int64_t i = 0; i < shape.value_columns * LANES; i += VL) store_aligned(q.out + i, vf{});
   // With documents, and in a part, a query may see no key in the first rounds: a finite maximum keeps these from -inf - -inf.
   const bool may_see_none = documents.starts || shape.part;
   const float lowest = may_see_none ? -1e30f : -__builtin_inff();
@@ -248,7 +250,7 @@ static bool next_round(const AttentionShape& shape, const PackedKeysValues<P>& h
     const int64_t last = min(q.first + vectors.end * VL,
                              round_up(shape.keys.end, shape.part ? ATTENTION_UNIT : BLOCK));
     if (k0 >= last) return;
-    attend<P, vectors.end>(head, q, k0, min(KEY_BLOCK, last - k0), shape.d_padded, c, dropout);
+    attend<P, vectors.end>(head, q, k0, min(KEY_BLOCK, last - k0), shape.value_columns, c, dropout);
     more = true;
   });
   q.next_key += KEY_BLOCK;
@@ -279,8 +281,9 @@ template <class P, class T>
 static void forward_task(const AttentionShape& shape, const AttentionArgs& a,
                          const PackedKeysValues<P>& head, int64_t index, const Rows<const T>& query,
                          const Rows<T>& out, float* lse, const Places& places) {
-  const float c = LOG2_E / __builtin_sqrtf(static_cast<float>(a.d));
-  const int64_t scores = 2 * KEY_BLOCK * LANES, matrices = 2 * shape.d_padded * LANES;
+  const float c = LOG2_E / a.score_divisor;
+  const int64_t scores = 2 * KEY_BLOCK * LANES,
+                matrices = (shape.key_columns + shape.value_columns) * LANES;
   float* memory = static_cast<float*>(
       scratch(0, static_cast<size_t>(scores + QUERY_BLOCKS * matrices) * sizeof(float)));
   const Documents documents(a, index / a.heads);
@@ -316,9 +319,10 @@ template <class P, class T>
 static void forward_groups(const T* qkv, const T* kv, T* out, float* lse, const AttentionArgs& a,
                            const AttentionShape& shape, typename P::Word* packed,
                            int64_t first_group, int64_t groups) {
-  const int64_t words = shape.d_padded / P::STEP, matrix = shape.keys_padded * words;
+  const int64_t words = shape.key_columns / P::STEP;
   const auto group_of = [&](int64_t group) {
-    typename P::Word *keys = packed + 2 * group * matrix, *values = keys + matrix;
+    const int64_t matrices = (shape.key_matrix() + shape.value_matrix()) / P::STEP;
+    typename P::Word *keys = packed + group * matrices, *values = keys + shape.keys_padded * words;
     return PackedKeysValues<P>{
         keys - shape.first_key * words, values - shape.first_key / P::STEP * P::PANEL_ROWS, words,
         shape.keys_padded / P::STEP * P::PANEL_ROWS, shape.keys_padded > LONG_SEQUENCE};
@@ -339,8 +343,8 @@ static void forward_groups(const T* qkv, const T* kv, T* out, float* lse, const 
                     row = shape.first_key + task / groups * BLOCK;  // heads lie side by side
       const PackedKeysValues<P> to = group_of(task % groups);
       pack_crosswise<P>(shape.key_value(kv, group, 0), row, row + BLOCK, to.keys, words);
-      pack_columnwise<P>(shape.key_value(kv, group, 1), row, row + BLOCK, to.values, shape.d_padded,
-                         to.panel);
+      pack_columnwise<P>(shape.key_value(kv, group, 1), row, row + BLOCK, to.values,
+                         shape.value_columns, to.panel);
     }
     barrier();
     tiles_begin();

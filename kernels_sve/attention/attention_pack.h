@@ -111,18 +111,18 @@ FM_INLINE vf column_words(const Rows<const T>& x, int64_t r, int64_t c) {
 // Rows [begin, end); panel = words from one panel to the next.
 template <class P, class T>
 static void pack_columnwise(const Rows<const T>& x, int64_t begin, int64_t end,
-                            typename P::Word* out, int64_t d_padded, int64_t panel) {
+                            typename P::Word* out, int64_t columns, int64_t panel) {
 #ifdef FM_HAS_TILES
   if (begin < x.begin)
-    return pack_columnwise<P>(with_zeros(x, begin, end), begin, end, out, d_padded, panel);
-  for (int64_t c = 0; c < d_padded; c += P::PANEL_ROWS) {
+    return pack_columnwise<P>(with_zeros(x, begin, end), begin, end, out, columns, panel);
+  for (int64_t c = 0; c < columns; c += P::PANEL_ROWS) {
     float* to =
         reinterpret_cast<float*>(out) + c / P::PANEL_ROWS * panel + begin / P::STEP * P::PANEL_ROWS;
     pack_tiles(x.row(begin) + c, 1, x.stride, x.d - c, min(end, x.s) - begin, to);
   }
 #else
   for (int64_t r = begin; r < end; r += P::STEP) {
-    for (int64_t c = 0; c < d_padded; c += VL) {
+    for (int64_t c = 0; c < columns; c += VL) {
       for (int i = 0; i < P::STEP; ++i) {
         if (r + i + VL < x.s) prefetch(x.row(r + i + VL) + c);
       }
@@ -131,7 +131,7 @@ static void pack_columnwise(const Rows<const T>& x, int64_t begin, int64_t end,
           reinterpret_cast<float*>(out) + c / ATTENTION_MR * panel + r / P::STEP * ATTENTION_MR;
 #pragma GCC unroll 4
       for (int q = 0; q < VL / ATTENTION_MR; ++q) {
-        if (c + q * ATTENTION_MR < d_padded) store_part<ATTENTION_MR>(to + q * panel, words, q);
+        if (c + q * ATTENTION_MR < columns) store_part<ATTENTION_MR>(to + q * panel, words, q);
       }
     }
   }

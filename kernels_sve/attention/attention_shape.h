@@ -20,10 +20,12 @@ constexpr int64_t LONG_SEQUENCE = 32768;
 
 // The sizes of a call, where each head's matrices lie, and how many heads are worked on at once: that bounds the packed copies
 // whatever the batch, and keeps them in cache, with work enough for all threads. `head` counts (sample, query head) pairs,
-// `group` counts (sample, group) pairs; share: query heads of a group. Rows have the numbers of their positions in the sequence, and
-// what is packed of them begins at a multiple of BLOCK: blocks and tiles are those of the whole sequence, whatever part a call has.
+// `group` counts (sample, group) pairs; share: query heads of a group; key_columns, value_columns: sizes in whole units. Rows
+// have the numbers of their positions in the sequence, and what is packed of them begins at a multiple of BLOCK: blocks and
+// tiles are those of the whole sequence, whatever part a call has.
 struct AttentionShape {
-  int64_t s, b, heads, d, window, share, d_padded, groups_at_once, heads_at_once;
+  int64_t s, b, heads, key_size, value_size, window, share, key_columns, value_columns,
+      groups_at_once, heads_at_once;
   Positions queries, keys;  // of this call
   int64_t first_query, queries_padded, first_key,
       keys_padded;  // where packed rows begin, and how many there are
@@ -32,10 +34,12 @@ struct AttentionShape {
       : s(a.s),
         b(a.b),
         heads(a.heads),
-        d(a.d),
+        key_size(a.key_size),
+        value_size(a.value_size),
         window(a.window < a.s ? a.window : NO_WINDOW),
         share(a.heads / a.groups),
-        d_padded(round_up(a.d, ATTENTION_UNIT)),
+        key_columns(round_up(a.key_size, ATTENTION_UNIT)),
+        value_columns(round_up(a.value_size, ATTENTION_UNIT)),
         queries(a.part() ? a.queries : Positions{0, a.s}),
         keys(a.part() ? a.keys : Positions{0, a.s}),
         first_query(queries.begin / BLOCK * BLOCK),
@@ -53,43 +57,47 @@ struct AttentionShape {
         share > wanted ? wanted : groups_at_once * share;  // parts of one group, or whole groups
   }
   int64_t all_heads() const { return b * heads; }
-  int64_t query_matrix() const { return queries_padded * d_padded; }
-  int64_t key_matrix() const { return keys_padded * d_padded; }
+  int64_t query_matrix() const { return queries_padded * key_columns; }
+  int64_t context_matrix() const { return queries_padded * value_columns; }
+  int64_t key_matrix() const { return keys_padded * key_columns; }
+  int64_t value_matrix() const { return keys_padded * value_columns; }
   int64_t dquery_partials() const { return min(keys_padded / BLOCK, Tuning::DQUERY_PARTIALS); }
   // Keys that are not there are hidden from the queries after them; in a whole sequence there are no such queries.
   int64_t keys_end() const { return part ? keys.end : NO_WINDOW; }
   // Floats of what backward packs and sums for a query head and for a group (attention_block.h), `step` elements to a packed
   // word; the sums of dK and dV only where heads share them.
   int64_t head_floats(int64_t step) const {
-    return (4 / step + dquery_partials()) * query_matrix() + (share > 1 ? 2 * key_matrix() : 0) +
-           2 * queries_padded;
+    return 2 / step * (query_matrix() + context_matrix()) + dquery_partials() * query_matrix() +
+           shared_sums() + 2 * queries_padded;
   }
-  int64_t group_floats(int64_t step) const {
-    return key_matrix() / step + (share > 1 ? 2 * key_matrix() : 0);
-  }
+  int64_t group_floats(int64_t step) const { return key_matrix() / step + shared_sums(); }
+  int64_t shared_sums() const { return share > 1 ? key_matrix() + value_matrix() : 0; }
   // Bytes of all that is held at once. Forward mostly packs less, but takes as much: a buffer that grew later would leave its old
   // place empty.
   size_t packed_bytes(int64_t step) const {
     const int64_t backward =
         heads_at_once * head_floats(step) + groups_at_once * group_floats(step);
-    return static_cast<size_t>(max(backward, groups_at_once * 2 * key_matrix() / step)) *
-           sizeof(float);
+    const int64_t forward = groups_at_once * (key_matrix() + value_matrix()) / step;
+    return static_cast<size_t>(max(backward, forward)) * sizeof(float);
   }
   template <class T>
   static Rows<T> rows(T* data, int64_t stride, const Positions& at, int64_t d) {
     return {data - at.begin * stride, stride, at.end, d, at.begin};
   }
+  // Columns of a group, with `heads` queries in front of its key.
+  int64_t group_columns(int64_t heads) const { return (heads + 1) * key_size + value_size; }
   template <class T>
   Rows<T> query(T* qkv, int64_t head) const {
-    return rows(qkv + (head / share * (share + 2) + head % share) * d,
-                all_heads() / share * (share + 2) * d, queries, d);
+    const int64_t columns = group_columns(share);
+    return rows(qkv + head / share * columns + head % share * key_size,
+                all_heads() / share * columns, queries, key_size);
   }
   // which: 0 key, 1 value. In a part of a call they are a tensor of their own.
   template <class T>
   Rows<T> key_value(T* kv, int64_t group, int which) const {
-    const int64_t before = part ? 0 : share;  // queries in front of a group's key
-    return rows(kv + (group * (before + 2) + before + which) * d,
-                all_heads() / share * (before + 2) * d, keys, d);
+    const int64_t before = part ? 0 : share, columns = group_columns(before);
+    return rows(kv + group * columns + (before + which) * key_size, all_heads() / share * columns,
+                keys, which == 0 ? key_size : value_size);
   }
   // A head's numbers, one for each query.
   template <class T>
@@ -98,7 +106,7 @@ struct AttentionShape {
   }
   template <class T>
   Rows<T> context(T* data, int64_t head) const {
-    return rows(data + head * d, all_heads() * d, queries, d);
+    return rows(data + head * value_size, all_heads() * value_size, queries, value_size);
   }
 };
 

@@ -17,18 +17,19 @@ inline std::optional<TensorView> optional_view(const char* name, py::handle obje
   return TensorView(name, object);
 }
 
-// starts (b, s), each at or before its position and never falling within a sample; null for None.
+// starts (b, s), each its own position or the start before it; null for None.
 inline const int32_t* document_starts(py::handle object, int64_t b, int64_t s) {
   const auto starts = optional_view("starts", object);
   if (!starts) return nullptr;
   starts->dtype({DType::i32}).shape({b, s}).contiguous().aligned(4);
   const int32_t* values = starts->data<int32_t>();
   for (int64_t i = 0; i < b * s; ++i) {
-    const int32_t earliest = i % s ? values[i - 1] : 0;
-    require(values[i] >= earliest && values[i] <= i % s, "starts",
-            "positions from " + std::to_string(earliest) + " to " + std::to_string(i % s) +
-                " at position " + std::to_string(i % s),
-            std::to_string(values[i]));
+    const int64_t position = i % s, before = position ? values[i - 1] : 0;
+    if (values[i] == before || values[i] == position) continue;
+    starts->fail("where the document of position " + std::to_string(position) + " begins, " +
+                     std::to_string(before) + " or " + std::to_string(position) +
+                     " (a sliding start is the argument window)",
+                 std::to_string(values[i]));
   }
   return values;
 }

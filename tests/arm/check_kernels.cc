@@ -83,14 +83,15 @@ void check_adamw(int64_t n, DType moments) {
   });
 }
 
-// Output, log-sum-exp and gradients of s positions, with dropout and a head size that ends in the middle of a vector. heads / groups
+// Output, log-sum-exp and gradients of s positions, with dropout and head sizes that end in the middle of a vector. heads / groups
 // queries share a key and a value.
-void check_attention(int64_t s, int64_t heads, int64_t groups, int64_t window) {
+void check_attention(int64_t s, int64_t heads, int64_t groups, int64_t window,
+                     int64_t key_size = 36) {
   for (DType dtype : {DType::f32, DType::f16, DType::bf16}) {
     const float tolerance = dtype == DType::f32 ? 4e-6f : dtype == DType::f16 ? 4e-3f : 3e-2f;
     compare("attention", tolerance, tolerance, [&] {
-      const AttentionArgs args{s, 1, heads, groups, 36, window, 0.3f, 99, 3, 5, 1};
-      const int64_t n = s * heads * 36, inputs = s * (heads + 2 * groups) * 36;
+      const AttentionArgs args{s, 1, heads, groups, key_size, 36, window, 6, 0.3f, 99, 3, 5, 1};
+      const int64_t n = s * heads * 36, inputs = s * ((heads + groups) * key_size + groups * 36);
       Floats qkv = random_floats(inputs, 9), dout = random_floats(n, 10), out(n), lse(heads * s),
              dqkv(inputs);
       std::vector<uint16_t> half_qkv(inputs), half_dout(n), half_out(n), half_dqkv(inputs);
@@ -111,15 +112,17 @@ void check_attention(int64_t s, int64_t heads, int64_t groups, int64_t window) {
   }
 }
 
-// One token of two samples, of which one has seen 11 and one more than its cache holds: output and both caches.
-void check_decode(int64_t slots) {
+// One token of two samples, of which one has seen 11 and one more than its cache holds: output and both caches. shared: values
+// are the beginnings of keys.
+void check_decode(int64_t slots, bool shared) {
   compare("decode", 4e-6f, 4e-6f, [&] {
-    const int64_t samples[2] = {2, 0}, positions[2] = {11, 1000}, cache = 3 * 2 * slots * 36;
-    const Floats qkv = random_floats(2 * (6 + 2 * 2) * 36, 11);
-    Floats keys = random_floats(cache, 12), values = random_floats(cache, 13), out(2 * 6 * 36);
-    const DecodeArgs args{2, 6, 2, 36, slots, samples, positions};
-    kernels().attention_decode(qkv.data(), keys.data(), values.data(), out.data(), DType::f32,
-                               args);
+    const int64_t samples[2] = {2, 0}, positions[2] = {11, 1000};
+    const Floats qkv = random_floats(2 * (6 * 76 + 2 * (76 + 36)), 11);
+    Floats keys = random_floats(3 * 2 * slots * 76, 12),
+           values = random_floats(3 * 2 * slots * 36, 13), out(2 * 6 * 36);
+    const DecodeArgs args{2, 6, 2, 76, 36, slots, shared, 9, samples, positions};
+    kernels().attention_decode(qkv.data(), keys.data(), shared ? keys.data() : values.data(),
+                               out.data(), DType::f32, args);
     return joined({out, keys, values});
   });
 }
@@ -154,7 +157,11 @@ void check_all() {
   for (int64_t s : {1, 17, 131}) check_attention(s, 2, 2, NO_WINDOW);
   check_attention(61, 6, 2, NO_WINDOW);
   check_attention(131, 3, 1, 21);
-  for (int64_t slots : {20, 150}) check_decode(slots);
+  check_attention(61, 6, 2, NO_WINDOW, 76);
+  check_attention(131, 3, 1, 21, 20);
+  for (int64_t slots : {20, 150}) {
+    for (bool shared : {false, true}) check_decode(slots, shared);
+  }
   check_gemm();
 }
 

@@ -14,7 +14,11 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 class Case(NamedTuple):
-    """Shape and mask. documents: a seed for document_starts."""
+    """Shape and mask.
+
+    d: elements of a value, and of a query and a key without key_size
+    documents: a seed for document_starts
+    """
 
     s: int
     b: int
@@ -23,16 +27,23 @@ class Case(NamedTuple):
     groups: int | None = None
     window: int | None = None
     documents: int | None = None
+    key_size: int | None = None
+    scale: float | None = None
 
     def inputs(self, dtype=torch.float32):
         """Return qkv, dout and the number of heads."""
-        return *make(*self[:4], dtype, groups=self.groups), self.heads
+        sizes = {"groups": self.groups, "key_size": self.key_size}
+        return *make(*self[:4], dtype, **sizes), self.heads
 
     def mask(self):
         starts = None
         if self.documents is not None:
             starts = document_starts(self.s, self.b, self.documents)
         return {"window": self.window, "starts": starts}
+
+    def options(self):
+        """Return the keyword arguments of the kernels."""
+        return {**self.mask(), "key_size": self.key_size, "scale": self.scale}
 
 
 # s around the vector lengths 4, 8 and 16 and the tiles of 12, 24, 48 and 96; heads of every usual size
@@ -60,8 +71,17 @@ GROUPED = [
 ]
 CASES = [*PLAIN, *GROUPED]
 CASES += [case._replace(documents=seed) for seed, case in enumerate(GROUPED)]
+# Keys of DeepSeek-V3 and MiniCPM3, keys much wider than values, keys narrower than values
+WIDE = [
+    Case(129, 1, 2, 128, key_size=192, scale=0.1),
+    Case(97, 2, 3, 64, key_size=96),
+    Case(210, 1, 2, 4, groups=1, window=96, key_size=256, scale=0.05),
+    Case(131, 1, 6, 36, groups=2, window=13, documents=1, key_size=12),
+    Case(193, 1, 4, 92, groups=2, documents=2, key_size=100),
+]
 SMALL = [Case(1, 1, 1, 4, 1, 1), Case(17, 2, 3, 8, 3), Case(33, 1, 4, 20, 2, 9)]
 SMALL += [case._replace(documents=3) for case in SMALL[1:]]
+SMALL += [Case(33, 2, 4, 8, 2, 9, 3, key_size=12, scale=0.5)]
 
 
 def cases(target, dtype):
@@ -69,12 +89,15 @@ def cases(target, dtype):
     if target == "reference":
         return SMALL
     few = dtype != torch.float32 or "QEMU_CPU" in os.environ  # set by tools/arm_env.py
-    return CASES[::3] if few else CASES
+    return [*(CASES[::3] if few else CASES), *WIDE]
 
 
-def make(s, b, heads, d, dtype=torch.float32, seed=0, groups=None):
-    generator = torch.Generator().manual_seed(seed)
-    qkv = torch.randn(s, b, (heads + 2 * (groups or heads)) * d, generator=generator).to(dtype)
+def make(s, b, heads, d, dtype=torch.float32, groups=None, key_size=None):
+    generator = torch.Generator().manual_seed(0)
+    groups = groups or heads
+    key_size = key_size or d
+    width = heads * key_size + groups * (key_size + d)
+    qkv = torch.randn(s, b, width, generator=generator).to(dtype)
     return qkv, torch.randn(s, b, heads * d, generator=generator).to(dtype)
 
 
@@ -100,18 +123,29 @@ def document_starts(s, b, seed):
     return torch.where(begins, torch.arange(s), 0).cummax(1)[0].int()
 
 
-def explicit(qkv, dout, heads, window=None, starts=None, first_head=0, **dropout):
-    """Return `attention` from the formula in double, with the mask of kernels.dropout on (b, heads, s, s)."""
+def split(qkv, dout, heads, key_size=None):
+    """Return views (s, b, groups, columns) of queries, and of keys with values."""
     s, b, width = qkv.shape
     d = dout.shape[2] // heads
-    groups = (width // d - heads) // 2
+    key_size = key_size or d
+    groups = (width - heads * key_size) // (key_size + d)
+    return qkv.view(s, b, groups, -1).split([heads // groups * key_size, key_size + d], dim=3)
+
+
+def explicit(qkv, dout, heads, window=None, starts=None, key_size=None, scale=None, **dropout):
+    """Return `attention` from the formula in double, with the mask of kernels.dropout on (b, heads, s, s)."""
+    s, b, _ = qkv.shape
+    d = dout.shape[2] // heads
+    key_size = key_size or d
+    first_head = dropout.pop("first_head", 0)
     x = qkv.double().requires_grad_()
-    by_group = x.view(s, b, groups, -1, d).permute(1, 2, 3, 0, 4)  # (b, groups, _, s, d)
-    q, k, v = (
-        part.expand(b, groups, heads // groups, s, d).flatten(1, 2)
-        for part in by_group.split([heads // groups, 1, 1], dim=2)
+    queries, keys_values = split(x, dout, heads, key_size)
+    q = queries.unflatten(3, (-1, key_size)).flatten(2, 3).permute(1, 2, 0, 3)  # (b, heads, s, _)
+    k, v = (
+        part.permute(1, 2, 0, 3).repeat_interleave(heads // part.shape[2], 1)
+        for part in keys_values.split([key_size, d], dim=3)
     )
-    scores = q @ k.transpose(-1, -2) / math.sqrt(d)
+    scores = q @ k.transpose(-1, -2) * (scale or key_size**-0.5)
     visible = torch.ones(s, s, dtype=torch.bool).tril()
     if window is not None:
         visible = visible.triu(1 - window)
@@ -129,7 +163,7 @@ def explicit(qkv, dout, heads, window=None, starts=None, first_head=0, **dropout
 @functools.cache
 def exact(case, dtype, dropout=False):
     """Return explicit() for a case, cached for every target."""
-    return explicit(*case.inputs(dtype), **case.mask(), **(DROPOUT if dropout else {}))
+    return explicit(*case.inputs(dtype), **case.options(), **(DROPOUT if dropout else {}))
 
 
 def assert_close(got, want, tolerance=None):

@@ -196,9 +196,9 @@ std::vector<float> gemm(const KernelTable& table, DType operands, int form, int6
 }
 
 std::vector<uint16_t> attention(const KernelTable& table, int64_t s, int64_t groups, int64_t window,
-                                float p) {
-  const AttentionArgs args{s, 1, 4, groups, 36, window, p, 99, 3, 5, 1};
-  const int64_t inputs = s * (4 + 2 * groups) * 36, outputs = s * 4 * 36;
+                                float p, int64_t key_size = 36) {
+  const AttentionArgs args{s, 1, 4, groups, key_size, 36, window, 6, p, 99, 3, 5, 1};
+  const int64_t inputs = s * ((4 + groups) * key_size + groups * 36), outputs = s * 4 * 36;
   const auto qkv = random_halves(inputs, 3), dout = random_halves(outputs, 4);
   std::vector<uint16_t> results(outputs + inputs);
   std::vector<float> lse(4 * s);
@@ -239,6 +239,8 @@ int main() {
     });
     compare("attention with dropout",
             [&](const KernelTable& table) { return attention(table, s, 4, NO_WINDOW, 0.3f); });
+    compare("attention with wide keys",
+            [&](const KernelTable& table) { return attention(table, s, 2, NO_WINDOW, 0, 76); });
   }
   std::printf(
       "amx has the bits of amx_emulated: %ld tile products, %ld loads and %ld stores trapped, %ld "

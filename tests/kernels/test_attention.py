@@ -1,6 +1,7 @@
 """Causal attention against a double-precision softmax(Q K^T) V and its autograd.
 
-Shapes: qkv (s, b, (heads + 2 groups) d), out (s, b, heads d), lse (b, heads, s). Query heads of a group share its key and value.
+Shapes: qkv (s, b, heads key_size + groups (key_size + d)), out (s, b, heads d), lse (b, heads, s). Query heads of a group share
+its key and value.
 """
 
 import math
@@ -31,7 +32,7 @@ FAST_DTYPES = [torch.float32, torch.bfloat16]
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_attention_agrees_with_formula(every_target, dtype, dropout):
     for case in cases(every_target, dtype):
-        got = attention(*case.inputs(dtype), **case.mask(), **dropout)
+        got = attention(*case.inputs(dtype), **case.options(), **dropout)
         assert_close(got, exact(case, dtype, bool(dropout)))
 
 
@@ -64,12 +65,32 @@ def test_a_document_has_nothing_of_another(target, dtype):
         Case(300, 1, 1, 64),
         Case(130, 2, 3, 20),
         Case(200, 2, 7, 8, groups=1, window=90),
+        Case(150, 2, 7, 12, groups=1, key_size=40),
     ],
 )
 def test_same_bits_for_any_threads(target, same_for_any_threads, dtype, case):
     """With 2 to 4 threads a group's 7 heads take a different number of turns."""
     inputs = case.inputs(dtype)
-    same_for_any_threads(lambda: attention(*inputs, **case.mask(), **DROPOUT))
+    same_for_any_threads(lambda: attention(*inputs, **case.options(), **DROPOUT))
+
+
+@for_each(dtype=FAST_DTYPES)
+def test_values_have_the_bits_of_values_padded_to_the_keys(target, dtype):
+    qkv, dout = make(150, 2, 4, 12, dtype, groups=2, key_size=28)
+    padded = qkv.new_zeros(150, 2, 2, 4 * 28)
+    rows = qkv.view(150, 2, 2, -1)
+    padded[..., : rows.shape[3]] = rows
+    wide_dout = torch.nn.functional.pad(dout.view(150, 2, 4, 12), (0, 16)).flatten(2)
+    out, lse, dqkv = attention(qkv, dout, 4, key_size=28, **DROPOUT)
+    want, want_lse, want_dqkv = attention(padded.flatten(2), wide_dout, 4, **DROPOUT)
+    assert_equal((out, lse), (want.view(150, 2, 4, 28)[..., :12].flatten(2), want_lse))
+    assert_equal([dqkv], [want_dqkv.view(150, 2, 2, -1)[..., : rows.shape[3]].flatten(2)])
+
+
+@for_each(dtype=FAST_DTYPES)
+def test_the_scale_of_the_width_is_the_default(target, dtype):
+    qkv, dout = make(100, 1, 2, 16, dtype)
+    assert_equal(attention(qkv, dout, 2, scale=0.25), attention(qkv, dout, 2))
 
 
 def test_a_long_sequence_has_the_bits_of_its_beginning(target):
@@ -149,6 +170,11 @@ def test_bad_arguments_are_value_errors_before_a_byte_is_written():
     both = {
         "qkv: .*54 columns": make(5, 2, 3, 6)[0],
         "qkv: .*groups that divide the heads, got 56 columns": make(5, 2, 3, 8, groups=2)[0],
+        "qkv: .*key_size 12, value_size 8 .*got 72 columns": {"key_size": 12},
+        "key_size: expected a multiple of 4, or None, got 6": 6,
+        "key_size: .*got 0": 0,
+        "scale: expected a number above 0, or None, got 0": 0.0,
+        "scale: .*got nan": math.nan,
         "qkv: .*dtype": qkv.double(),
         "qkv: .*contiguous": transposed,
         "qkv: .*dimensions": qkv[0],
@@ -160,8 +186,12 @@ def test_bad_arguments_are_value_errors_before_a_byte_is_written():
         "first_head: .*0 or more": -1,
         "first_sample: .*0 or more": -1,
         r"first_head: .*2\*\*32": 2**31,
-        "starts: expected positions from 2 to 4 at position 4, got 1": int32([0, 0, 0, 2, 1]),
-        "starts: expected positions from 0 to 1 at position 1, got 2": int32([0, 2, 2, 2, 2]),
+        r"starts: expected .* position 4 begins, 3 or 4 \(.* window\), got 1": int32(
+            [0, 0, 0, 3, 1]
+        ),
+        "starts: .*position 1 begins, 0 or 1 .*got 2": int32([0, 2, 2, 2, 2]),
+        "starts: .*position 3 begins, 0 or 3 .*got 1": int32([0, 0, 0, 1, 2]),
+        "starts: .*position 0 begins, 0 or 0 .*got 1": int32([1, 1, 1, 1, 1]),
         "starts: .*shape": int32([0, 0, 0]),
     }
     memory = {"out: .*apart from qkv": qkv.view(-1)[: dout.numel()].view(5, 2, 24)}

@@ -1,6 +1,7 @@
 """Attention by blocks, merged, against the whole sequence in double precision.
 
-Shapes: qkv (q, b, (heads + 2 groups) d), kv (k, b, 2 groups d), out (q, b, heads d), lse (b, heads, q).
+Shapes: qkv (q, b, heads key_size + groups (key_size + d)), kv (k, b, groups (key_size + d)), out (q, b, heads d), lse
+(b, heads, q).
 """
 
 import itertools
@@ -17,7 +18,6 @@ from fugaku_megatron.nn.attention.context_parallel import (
     Block,
     Result,
     SharedCall,
-    keys_of,
     visible_blocks,
 )
 from fugaku_megatron.nn.attention.heads import Heads
@@ -32,6 +32,7 @@ from tests.checks.attention import (
     cases,
     exact,
     make,
+    split,
 )
 from tests.kernels.numbers import assert_equal, for_each, refuses
 
@@ -46,42 +47,39 @@ def cuts_of(s, seed):
     return [range(*bounds) for bounds in itertools.pairwise([0, *chosen, s])]
 
 
-def keys_and_values(qkv, lies):
-    return keys_of(qkv, lies).flatten(2).contiguous()
+def keys_and_values(qkv, dout, heads, key_size=None):
+    return split(qkv, dout, heads, key_size)[1].flatten(2).contiguous()
 
 
 def block(queries, keys):
     return Block(slice(queries.start, queries.stop), queries, keys)
 
 
-def forward(part, qkv, kv, heads, s, **options):
+def forward(part, qkv, kv, dout, heads, s, **options):
     """Return a block's out and lse, full of NaN before."""
-    queries = qkv[part.rows]
-    rows, b, width = queries.shape
-    out = qkv.new_full((rows, b, width - kv.shape[2]), math.nan)
-    lse = torch.full((b, heads, rows), math.nan)
+    out = torch.full_like(dout[part.rows], math.nan)
+    lse = torch.full((out.shape[1], heads, len(out)), math.nan)
     keys = kv[part.keys.start : part.keys.stop]
     place = s, part.queries.start, part.keys.start
-    kernels.attention_part_forward(queries, keys, out, lse, *place, **options)
+    kernels.attention_part_forward(qkv[part.rows], keys, out, lse, *place, **options)
     return out, lse
 
 
-def in_blocks(qkv, dout, heads, ranges, every=False, window=None, starts=None, **dropout):
+def in_blocks(qkv, dout, heads, ranges, every=False, **options):
     """Return (out, lse, dqkv) from blocks for all pairs in `ranges`. every: also pairs without a visible key"""
-    s, b, width = qkv.shape
-    d = dout.shape[2] // heads
-    lies = Heads(heads, (width // d - heads) // 2, d)
-    kv = keys_and_values(qkv, lies)
-    options = {"window": window, "starts": starts, **dropout}
+    s, b, _ = qkv.shape
+    key_size = options.get("key_size")
+    kv = keys_and_values(qkv, dout, heads, key_size)
     pairs = itertools.product(ranges, ranges)
-    mask = AttentionMask(s, window, starts)
+    mask = AttentionMask(s, options.get("window"), options.get("starts"))
     if not every:
         visible = (visible_blocks(mask, [queries], keys) for queries, keys in pairs)
         pairs = [(part.queries, part.keys) for parts in visible for part in parts]
     blocks = [block(*pair) for pair in pairs]
-    result = Result(s, b, SharedCall(lies, mask, Dropout(0.0, DropoutKey(0, 0, 0, 0, 0))))
+    values = Heads(heads, heads, dout.shape[2] // heads)
+    result = Result(s, b, SharedCall(values, mask, Dropout(0.0, DropoutKey(0, 0, 0, 0, 0))))
     for part in blocks:
-        result.merge(part.rows, *forward(part, qkv, kv, heads, s, **options))
+        result.merge(part.rows, *forward(part, qkv, kv, dout, heads, s, **options))
     out = result.total.flatten(2).to(qkv.dtype)
     dqkv = torch.zeros(qkv.shape)
     dkv = torch.zeros(kv.shape)
@@ -92,7 +90,8 @@ def in_blocks(qkv, dout, heads, ranges, every=False, window=None, starts=None, *
         tensors = qkv[rows], kv[keys], out[rows], lse, dout[rows], dqkv[rows], dkv[keys]
         place = s, part.queries.start, part.keys.start
         kernels.attention_part_backward(*tensors, *place, **options)
-    keys_of(dqkv, lies).copy_(dkv.view(s, b, lies.groups, 2, -1))
+    own_keys = split(dqkv, dout, heads, key_size)[1]
+    own_keys.copy_(dkv.view(own_keys.shape))
     return out, result.lse, dqkv
 
 
@@ -101,7 +100,7 @@ def in_blocks(qkv, dout, heads, ranges, every=False, window=None, starts=None, *
 def test_blocks_make_the_whole(every_target, dtype, dropout):
     for seed, case in enumerate(cases(every_target, dtype)):
         ranges = cuts_of(case.s, seed)
-        got = in_blocks(*case.inputs(dtype), ranges, **case.mask(), **dropout)
+        got = in_blocks(*case.inputs(dtype), ranges, **case.options(), **dropout)
         assert_close(got, exact(case, dtype, bool(dropout)))
 
 
@@ -114,21 +113,21 @@ def test_queries_that_see_none_of_the_keys(target, dtype):
     got = in_blocks(qkv, dout, heads, ranges, every=True, **case.mask())
     assert_close(got, exact(case, dtype))
     kv = torch.ones(100, 1, 2 * 192, dtype=dtype)
-    out, lse = forward(block(range(110, 210), range(100)), qkv, kv, heads, case.s, window=5)
+    out, lse = forward(block(range(110, 210), range(100)), qkv, kv, dout, heads, case.s, window=5)
     assert not out.any() and (lse == -math.inf).all()
 
 
 @for_each(dtype=FAST_DTYPES, s=[200, 288], documents=[None, 5])
 def test_a_block_of_all_keys_has_the_bits_of_the_whole(target, s, dtype, documents):
     """The block has the whole sequence's tiles, so queries that see all their keys in one block have the same sums."""
-    case = Case(s, 2, 2, 16, groups=1, window=150, documents=documents)
+    case = Case(s, 2, 2, 16, groups=1, window=150, documents=documents, key_size=28)
     qkv, dout, heads = case.inputs(dtype)
-    options = {**case.mask(), **DROPOUT}
+    options = {**case.options(), **DROPOUT}
     out, lse, _ = attention(qkv, dout, heads, **options)
-    kv = keys_and_values(qkv, Heads(heads, 1, 16))
+    kv = keys_and_values(qkv, dout, heads, case.key_size)
     for queries in (range(s), range(96, s), range(61, 131)):
         part = block(queries, range(queries.stop))
-        got = forward(part, qkv, kv, heads, s, **options)
+        got = forward(part, qkv, kv, dout, heads, s, **options)
         assert_equal(got, (out[part.rows], lse[..., part.rows]))
 
 
@@ -150,11 +149,11 @@ def test_torch_makes_the_same_of_a_block(target, dtype):
     call = SharedCall(lies, mask, Dropout(p, key))
     part = block(range(60, 100), range(20, 80))
     backend = Ops.build("torch")
-    whole = keys_and_values(qkv, lies)
+    whole = keys_and_values(qkv, dout, heads)
     kv = whole[20:80]
     tensors = qkv[part.rows], kv
     options = {**case.mask(), **DROPOUT}
-    out, lse = forward(part, qkv, whole, heads, case.s, **options)
+    out, lse = forward(part, qkv, whole, dout, heads, case.s, **options)
     want = backend.attend_block(call, part, *tensors)
     torch.testing.assert_close((out, lse), want, rtol=0, atol=2 * TOLERANCE[dtype])
     lse = lse.masked_fill(lse == -math.inf, 1.0)

@@ -191,7 +191,7 @@ def test_wrong_arguments_are_refused():
             "beta: .*shape": beta[:, :, :3].contiguous(),
             "states: .*shape": states[:1].contiguous(),
             "out: .*dtype": out.bfloat16(),
-            "starts: .*positions from 0 to 0 at position 0, got 1": late,
+            "starts: .*position 0 begins, 0 or 0 .*got 1": late,
         },
     )
     refuses(
