@@ -81,12 +81,10 @@ class Packed(NamedTuple):
         each = (self.rows[..., :-2, :], last[..., :1, :], last[..., 1:, :])
         return tuple(x.permute(1, 2, 0, 3) for x in each)
 
-    def fill(self, heads: Heads, sample: int, factor: float) -> None:
-        """Pack a sample. factor: of queries"""
+    def fill(self, heads: Heads, sample: int) -> None:
+        """Pack a sample."""
         for view, x in zip(self.views(), heads, strict=True):
             view.copy_(x[sample].unflatten(0, view.shape[:2]))
-        if factor != 1.0:
-            self.views()[0].mul_(factor)
 
     def clear(self) -> None:
         """Zero the gradients that the kernels add to."""
@@ -118,11 +116,11 @@ class Segment(NamedTuple):
         return [x.flatten(1).unsqueeze(1) for x in rows]
 
     def call(
-        self, name: str, inputs: list[Tensor], others: Sequence[Tensor], dropout: dict[str, Any]
+        self, name: str, inputs: list[Tensor], others: Sequence[Tensor], options: dict[str, Any]
     ) -> None:
         """Call a kernel. inputs: see `tensors`; others: the kernel's arguments after them"""
         if len(inputs) == 1:
-            getattr(kernels, f"attention_{name}")(*inputs, *others, **dropout)
+            getattr(kernels, f"attention_{name}")(*inputs, *others, **options)
             return
         positions = max(self.first_query + len(inputs[0]), len(inputs[1]))
         getattr(kernels, f"attention_part_{name}")(
@@ -133,7 +131,7 @@ class Segment(NamedTuple):
             0,
             starts=self.starts,
             window=self.window,
-            **dropout,
+            **options,
         )
 
 
@@ -242,15 +240,6 @@ def _samples(heads: Heads, options: Options) -> list[list[Segment]] | None:
     return samples
 
 
-def _query_factor(query: Tensor, scale: float | None) -> float | None:
-    """Return the factor of queries for a scale, since the kernels' is d**-0.5; None if it would round a BF16 query."""
-    factor = 1.0 if scale is None else scale * math.sqrt(query.shape[-1])
-    if math.isclose(factor, 1.0, rel_tol=1e-6):
-        return 1.0
-    is_power_of_two = math.frexp(factor)[0] == 0.5
-    return factor if is_power_of_two or query.dtype == torch.float32 else None
-
-
 def _flat(rows: Tensor) -> Tensor:
     """Return rows (q, n, d) as the kernels' (q, 1, n d)."""
     return rows.flatten(1).unsqueeze(1).contiguous()
@@ -260,24 +249,21 @@ class Plan(NamedTuple):
     """Calls of the kernels that serve a call of the operator.
 
     samples: segments of each sample.
-    factor: of queries.
     packed: buffers for one sample.
+    scale: of scores, None: d**-0.5.
     dropout_p, seed: of the probabilities.
     """
 
     samples: list[list[Segment]]
-    factor: float
     packed: Packed
+    scale: float | None = None
     dropout_p: float = 0.0
     seed: int = 0
 
     @staticmethod
     def of(heads: Heads, options: Options) -> Plan | None:
         """Return the calls, or None if the kernels do not serve the operator's call."""
-        if not heads.supported:
-            return None
-        factor = _query_factor(heads.query, options.scale)
-        if factor is None:
+        if not heads.supported or (options.scale is not None and options.scale <= 0):
             return None
         samples = _samples(heads, options)
         if samples is None:
@@ -285,13 +271,13 @@ class Plan(NamedTuple):
         same_positions = options.is_causal and heads.query.shape[2] == heads.key.shape[2]
         packed = Packed.empty(heads, same_positions)
         seed = int(torch.randint(1 << 50, ())) if options.dropout_p else 0
-        return Plan(samples, factor, packed, options.dropout_p, seed)
+        return Plan(samples, packed, options.scale, options.dropout_p, seed)
 
     def calls(self, sample: int) -> Iterator[tuple[Segment, dict[str, Any]]]:
-        """Yield the segments of a sample, with their options of dropout."""
+        """Yield the segments of a sample, with the kernels' options."""
         for stream, segment in enumerate(self.samples[sample]):
             random = {"seed": self.seed, "stream": stream, "first_sample": sample}
-            yield segment, {"p": self.dropout_p, **random}
+            yield segment, {"p": self.dropout_p, "scale": self.scale, **random}
 
     def forward(self, heads: Heads) -> tuple[Tensor, Tensor]:
         """Return the context, laid out as the queries, and the natural log of the sums (b, n, q)."""
@@ -301,15 +287,15 @@ class Plan(NamedTuple):
         # Queries that see no key have log-sum 0 and context 0.
         lse = query.new_zeros(len(query), q, n, dtype=torch.float32).transpose(1, 2)
         for sample, segments in enumerate(self.samples):
-            self.packed.fill(heads, sample, self.factor)
+            self.packed.fill(heads, sample)
             context = out[sample].transpose(0, 1)
             rows = context if context.is_contiguous() else context.new_empty(context.shape)
             if sum(segment.queries.stop - segment.queries.start for segment in segments) < q:
                 rows.zero_()
-            for segment, dropout in self.calls(sample):
+            for segment, options in self.calls(sample):
                 part = _flat(rows[segment.queries])
                 sums = lse.new_empty(1, n, len(part))
-                segment.call("forward", segment.tensors(self.packed), (part, sums), dropout)
+                segment.call("forward", segment.tensors(self.packed), (part, sums), options)
                 lse[sample, :, segment.queries] = sums[0]
             if rows is not context:
                 context.copy_(rows)
@@ -322,20 +308,18 @@ class Plan(NamedTuple):
         results = tuple(x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in heads)
         gradients = self.packed.empty_gradients()
         for sample in range(len(out)):
-            self.packed.fill(heads, sample, self.factor)
+            self.packed.fill(heads, sample)
             gradients.clear()
-            for segment, dropout in self.calls(sample):
+            for segment, options in self.calls(sample):
                 others = (
                     _flat(out[sample, :, segment.queries].transpose(0, 1)),
                     lse[sample : sample + 1, :, segment.queries].contiguous(),
                     _flat(grad_out[sample, :, segment.queries].transpose(0, 1)),
                     *segment.tensors(gradients),
                 )
-                segment.call("backward", segment.tensors(self.packed), others, dropout)
+                segment.call("backward", segment.tensors(self.packed), others, options)
             for result, gradient in zip(results, gradients.views(), strict=True):
                 result[sample].unflatten(0, gradient.shape[:2]).copy_(gradient)
-        if self.factor != 1.0:
-            results[0].mul_(self.factor)
         return results
 
 
