@@ -149,6 +149,12 @@ def check_launcher() -> None:
         )
 
 
+def without_launcher() -> dict[str, str]:
+    """Return the environment of a process that a rank starts, which is no rank."""
+    names = (*SIZES, *RANKS, *LOCAL_SIZES, TORCH_SIZE, TORCH_RANK, TORCH_LOCAL_RANK)
+    return {name: value for name, value in os.environ.items() if name not in names}
+
+
 def processes_of_node() -> int:
     return _first_set(LOCAL_SIZES, 1, 1)[1]
 

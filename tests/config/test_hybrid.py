@@ -222,6 +222,7 @@ def test_a_layout_in_letters_is_the_layers_of_virtual_stages():
     for letters in ("Ettt|t|tt|tL", "Et*3|t|,t*2|tL", "E(tt)*1t|(t|)*1tt|tL"):
         assert parse([*BASE, *LAYOUT, letters]).run == plain
     assert parse_layout("Et*3|(tt|)*6tL") == (3, 2, 2, 2, 2, 2, 2, 1)
+    assert parse_layout("E|tt|t|L") == (0, 2, 1, 0) and parse_layout("(E|)*1t*2L") == (0, 2)
     two = ["--num-layers", "2", "--pipeline-model-parallel-layout", "Et|tL"]
     assert parse([*BASE, *two]).run == parse([*BASE, *two[:2]]).run
     losses = []

@@ -14,6 +14,7 @@ from ...cli.output_files import shown
 from ...config.layout import Layout
 from ...config.run_config import RunConfig
 from ...costs.stages import model_parameters
+from ...start.environment import without_launcher
 from ...text.named_files import JsonObject, StrPath
 from ...text.written_files import named_file
 from ..export.history import read_history
@@ -72,7 +73,7 @@ def start_module(module: str, *words: str, **options: Any) -> subprocess.Popen[A
     return subprocess.Popen(
         [sys.executable, "-m", f"{package.name}.{module}", *words],
         stdin=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": path, "PYTHONIOENCODING": "utf-8:surrogateescape"},
+        env={**without_launcher(), "PYTHONPATH": path, "PYTHONIOENCODING": "utf-8:surrogateescape"},
         **options,
     )
 
