@@ -62,7 +62,7 @@ def hardware_flops(
     if squares is not None:
         attention *= squares / (global_batch_size * model.seq_length * document_length(run))
     c = 72 + 24 * _recompute_fraction(run)
-    logits = c / 24 * logits_flops(run)
+    logits = c / 32 * logits_flops(run)
     recomputed = attention if run.training.recompute_granularity == "selective" else 0.0
     return global_batch_size * (
         len(model.all_layer_kinds) * (c / 24 * (linear + attention) + recomputed)
