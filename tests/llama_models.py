@@ -63,6 +63,20 @@ DELTA_LAYERS: dict[str, Any] = {
     **DELTA_HEADS,
 }
 DELTA_NETS: dict[str, Any] = {**FAMILIES["qwen3"], "attention_output_gate": True, **DELTA_LAYERS}
+LATENT: dict[str, Any] = {
+    **COMMON,
+    "group_query_attention": False,
+    "num_query_groups": None,
+    "multi_latent_attention": True,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 16,
+    "qk_layernorm": True,
+    "rotary_scaling_factor": 4.0,
+    "mscale_all_dim": 1.0,
+}
 CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 

@@ -80,7 +80,7 @@ class CausalMean(nn.Module):
 
 class CausalMeanCosts(MixerCosts):
     def shapes(self, model):
-        return ((model.hidden_size, model.hidden_size),) * 2
+        return dict.fromkeys((IN_PROJ, OUT_PROJ), (model.hidden_size, model.hidden_size))
 
     def records(self, run, cp_comm_type, kind):
         around = MatmulCollectives.from_run(run)

@@ -319,10 +319,15 @@ def checked_run(
     Raises ValueError as `make_run`, and for a head size that the kernels do not support.
     """
     run = make_run(recipe, values)
+    sizes = f"--kv-channels is {run.model.kv_channels}, by default hidden size / attention heads"
+    if run.model.multi_latent_attention:
+        sizes = (
+            f"--qk-head-dim + --qk-pos-emb-head-dim is {run.model.kv_channels}, and "
+            f"--v-head-dim {run.model.v_head_dim}"
+        )
     check(
         run.model.kernels_take_heads or run.system.kernels == "torch",
-        f"--kv-channels is {run.model.kv_channels}, by default "
-        f"hidden size / attention heads, and the C++ kernels take multiples of {HEAD_MULTIPLE}: pass one, or --kernels torch",
+        f"{sizes}, and the C++ kernels take multiples of {HEAD_MULTIPLE}: pass one, or --kernels torch",
     )
     mentioned = values if passed is None else passed
     notes = [

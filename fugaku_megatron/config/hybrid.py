@@ -11,7 +11,15 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from .fields import FieldValues, check, declarations, flag, optional
-from .layer_kinds import EXPERTS_SYMBOL, GATED_DELTA_NET, MIXERS, MLP_SYMBOLS, marked_layers
+from .layer_kinds import (
+    ATTENTION,
+    EXPERTS_SYMBOL,
+    GATED_DELTA_NET,
+    MIXERS,
+    MLP_SYMBOLS,
+    MULTI_LATENT_ATTENTION,
+    marked_layers,
+)
 from .model import ModelConfig
 from .pipeline_layout import stage_fields
 
@@ -19,7 +27,6 @@ BORDER = "|"
 UNSUPPORTED = {
     "M": "a Mamba-2 layer",
     "D": "a layer of DeepSeek Sparse Attention",
-    "+": "a layer of multi-latent attention",
     "/": "the begin of layers that predict several tokens",
 }
 # Field with a number of symbols -> counted from the last one.
@@ -33,7 +40,7 @@ class HybridFields:
     """Flags of a HybridModel, which set fields of the model and the layout."""
 
     hybrid_layer_pattern: str | None = optional(
-        "the layers in place of --num-layers, as in Megatron-LM's HybridModel: * attention, - an MLP, E experts, "
+        "the layers in place of --num-layers, as in Megatron-LM's HybridModel: * attention, + latent attention, - an MLP, E experts, "
         "| between stages, G a gated delta net, such as '*-*-|*E*E'; an attention and the MLP or experts after it are one layer here",
         aliases=("--hybrid-override-pattern",),
         excludes=(
@@ -68,11 +75,12 @@ def parse_pattern(text: str) -> Pattern:
         else:
             check(
                 symbol not in UNSUPPORTED,
-                f"{place} is {UNSUPPORTED.get(symbol)}, which is not supported: *, G, -, E and | are",
+                f"{place} is {UNSUPPORTED.get(symbol)}, which is not supported: *, +, G, -, E and | are",
             )
             check(
                 symbol in (*mixers, *MLP_SYMBOLS),
-                f"{place} is no layer: * is attention, G a gated delta net, - an MLP, E experts, | the border of a stage",
+                f"{place} is no layer: * is attention, + latent attention, G a gated delta net, - an MLP, E experts, "
+                "| the border of a stage",
             )
             layers.append(symbol)
             stages[-1] += 1
@@ -98,6 +106,15 @@ def with_layers(values: FieldValues) -> FieldValues:
             f"{flag(name)} {fields.get(name)} and --hybrid-layer-pattern {text!r:.80} exclude each other: the pattern says it",
         )
     fields["num_layers"] = len(pattern.layers)
+    latent = MIXERS[MULTI_LATENT_ATTENTION].symbol in text or bool(
+        fields.get("multi_latent_attention")
+    )
+    check(
+        not latent or MIXERS[ATTENTION].symbol not in text,
+        f"--hybrid-layer-pattern {text!r:.80} has * in a model with latent attention, +: write one of them for all layers with "
+        "attention",
+    )
+    fields["multi_latent_attention"] = latent
     fields |= _layer_types(pattern)
     if EXPERTS_SYMBOL not in text:
         fields["num_experts"] = None

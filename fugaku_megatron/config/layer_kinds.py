@@ -13,6 +13,7 @@ MAX_PATTERN = 4096  # layers
 LAYERS = "kinds of layers"  # topic of flags that spell them
 
 ATTENTION = "attention"
+MULTI_LATENT_ATTENTION = "multi_latent_attention"
 GATED_DELTA_NET = "gated_delta_net"
 
 # Linear layers of a layer, as in Megatron-LM.
@@ -23,6 +24,12 @@ FC2 = "linear_fc2"
 IN_PROJ = "in_proj"
 OUT_PROJ = "out_proj"
 EH_PROJ = "eh_proj"  # of an MTP module
+Q_PROJ = "linear_q_proj"
+Q_DOWN = "linear_q_down_proj"
+Q_UP = "linear_q_up_proj"
+KV_DOWN = "linear_kv_down_proj"
+KV_UP = "linear_kv_up_proj"
+UP_PROJECTIONS = (Q_PROJ, Q_UP, KV_UP)  # to the heads of latent attention
 
 
 class MixerPart(NamedTuple):
@@ -30,15 +37,19 @@ class MixerPart(NamedTuple):
 
     layer: "module:class" with the module of a layer, built as `layer(name, layer number, context)`
     symbol: letter in --hybrid-layer-pattern and --layer-types
-    linears: input and output projection
+    linears: linear layers whose outputs tensor-parallel ranks share, then the output projection; `costs` says which ones a model has
     costs: "module:class", a `costs.mixers.MixerCosts`
+    replicated: linear layers that every tensor-parallel rank has
+    softmax: softmax attention, with a window, rope and a cache of keys and values
     stateful, norms: modules with a state in Transformer Engine, always or with --qk-layernorm
     """
 
     layer: str
     symbol: str
-    linears: tuple[str, str]
+    linears: tuple[str, ...]
     costs: str
+    replicated: tuple[str, ...] = ()
+    softmax: bool = False
     stateful: tuple[str, ...] = ()
     norms: tuple[str, ...] = ()
 
@@ -48,9 +59,18 @@ MIXERS = {
         layer="fugaku_megatron.nn.attention.self_attention:SelfAttention",
         symbol="*",
         linears=(QKV, PROJ),
+        softmax=True,
         stateful=("core_attention",),
         norms=("q_layernorm", "k_layernorm"),
         costs="fugaku_megatron.costs.attention:AttentionCosts",
+    ),
+    MULTI_LATENT_ATTENTION: MixerPart(
+        layer="fugaku_megatron.nn.attention.multi_latent_attention:MultiLatentAttention",
+        symbol="+",
+        linears=(*UP_PROJECTIONS, PROJ),
+        replicated=(Q_DOWN, KV_DOWN),
+        softmax=True,
+        costs="fugaku_megatron.costs.multi_latent_attention:LatentAttentionCosts",
     ),
     GATED_DELTA_NET: MixerPart(
         layer="fugaku_megatron.nn.delta_net:GatedDeltaNet",
@@ -62,18 +82,24 @@ MIXERS = {
 }
 
 
+def replicated() -> tuple[str, ...]:
+    """Return the linear layers that every tensor-parallel rank has."""
+    return tuple(name for row in MIXERS.values() for name in row.replicated)
+
+
 def input_projections() -> tuple[str, ...]:
-    return tuple(row.linears[0] for row in MIXERS.values())
+    """Return the linear layers of mixers besides their output projections."""
+    return (*(name for row in MIXERS.values() for name in row.linears[:-1]), *replicated())
 
 
 def column_parallel() -> tuple[str, ...]:
     """Return the linear layers whose outputs tensor-parallel ranks share."""
-    return (*input_projections(), FC1, EH_PROJ)
+    return (*(name for row in MIXERS.values() for name in row.linears[:-1]), FC1, EH_PROJ)
 
 
 def row_parallel() -> tuple[str, ...]:
     """Return the linear layers whose inputs tensor-parallel ranks share."""
-    return (*(row.linears[1] for row in MIXERS.values()), FC2)
+    return (*(row.linears[-1] for row in MIXERS.values()), FC2)
 
 
 # Symbols of the MLPs of a layer.
@@ -101,6 +127,11 @@ class LayerKind(NamedTuple):
     window: int | None
     rope: str | None
     predicts: bool = False
+
+    @property
+    def has_softmax(self) -> bool:
+        """True for a layer with softmax attention."""
+        return self.mixer is not None and MIXERS[self.mixer].softmax
 
 
 def layer_symbols(text: str, layers: int) -> tuple[str, ...]:

@@ -21,7 +21,19 @@ from .fields import (
     free_option,
     free_optional,
 )
-from .layer_kinds import FC1, FC2, GATED_DELTA_NET, IN_PROJ, MIXERS, OUT_PROJ, PROJ, QKV
+from .layer_kinds import (
+    FC1,
+    FC2,
+    IN_PROJ,
+    KV_DOWN,
+    KV_UP,
+    OUT_PROJ,
+    PROJ,
+    Q_DOWN,
+    Q_PROJ,
+    Q_UP,
+    QKV,
+)
 from .model import ModelConfig
 from .rules import CheckedFields
 
@@ -42,6 +54,11 @@ _FUSED = ("in_proj_qkvz", "in_proj_ba")
 # A linear layer of the block -> its matrices in Hugging Face's models, in the order of its rows.
 MATRICES = {
     QKV: ("q_proj", "k_proj", "v_proj"),
+    Q_PROJ: ("q_proj",),
+    Q_DOWN: ("q_a_proj",),
+    Q_UP: ("q_b_proj",),
+    KV_DOWN: ("kv_a_proj_with_mqa",),
+    KV_UP: ("kv_b_proj",),
     PROJ: ("o_proj",),
     FC1: ("gate_proj", "up_proj"),
     FC2: ("down_proj",),
@@ -69,8 +86,10 @@ class LoraConfig(CheckedFields):
     lora_target: str = free_option(
         ALL_LINEAR,
         "matrices with an adapter, separated by commas: q_proj, k_proj, v_proj, o_proj, gate_proj, "
-        "up_proj, down_proj as in peft, and of gated delta nets in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, out_proj; "
-        "linear_qkv, linear_proj, linear_fc1, linear_fc2, in_proj, with one adapter for all their matrices; in_proj_qkvz, "
+        "up_proj, down_proj as in peft, of latent attention q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj, "
+        "and of gated delta nets in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, out_proj; "
+        "linear_qkv, linear_q_proj, linear_q_down_proj, linear_q_up_proj, linear_kv_down_proj, linear_kv_up_proj, linear_proj, "
+        "linear_fc1, linear_fc2, in_proj, with one adapter for all their matrices; in_proj_qkvz, "
         "in_proj_ba with one for two of them, as in Qwen3-Next; or all-linear, all of peft's",
         needs="lora_rank",
     )
@@ -148,7 +167,7 @@ class LoraConfig(CheckedFields):
         """Return the adapted matrices of a linear layer, none for layers that cannot be adapted."""
         if not self.on or linear not in MATRICES:
             return ()
-        if linear in MIXERS[GATED_DELTA_NET].linears and not model.has_delta_nets:
+        if linear not in (FC1, FC2) and linear not in model.mixer_linears:
             return ()
         names = _NAMES if self.targets == (ALL_LINEAR,) else self.targets
         if linear in names:
@@ -172,12 +191,15 @@ class LoraConfig(CheckedFields):
             model.gated or "gate_proj" not in self.targets,
             "--lora-target gate_proj: the MLP has no gate: leave it out, or pass --swiglu",
         )
-        linears = MIXERS[GATED_DELTA_NET].linears
-        of_delta_nets = {name for linear in linears for name in (linear, *MATRICES[linear])}
-        unused = sorted(of_delta_nets & {*self.targets})
+        used = {
+            name
+            for linear in (FC1, FC2, *model.mixer_linears)
+            for name in (ALL_LINEAR, linear, *MATRICES[linear])
+        }
+        unused = sorted({*self.targets} - used)
         check(
-            model.has_delta_nets or not unused,
-            f"--lora-target {','.join(unused[:1])}: the model has no gated delta net: leave it out",
+            not unused,
+            f"--lora-target {','.join(unused[:1])}: no layer of the model has it: leave it out",
         )
         # Strengths and decays are one row a head, and adapters of any rank are peft's.
         names = [
@@ -202,11 +224,23 @@ def shape(name: str, model: ModelConfig, f: int) -> tuple[int, int]:
     """Return (outputs, inputs) for the matrix `name`. f: width of the MLP or expert"""
     h = model.hidden_size
     keys = model.query_groups * model.kv_channels
+    queries = model.query_widths * model.num_attention_heads * model.kv_channels
+    narrow = model.kv_lora_rank + model.qk_pos_emb_head_dim
+    keys_and_values = model.num_attention_heads * (model.qk_head_dim + model.v_head_dim)
     if name in IN_PROJ_PARTS:
         rows = sum(model.key_head_parts[part] for part in IN_PROJ_PARTS[name])
         return model.linear_num_key_heads * rows, h
     return {
-        "q_proj": (model.query_widths * model.context_width, h),
+        "q_proj": (queries, h),
+        Q_PROJ: (queries, h),
+        Q_DOWN: (model.q_lora_rank or 0, h),
+        "q_a_proj": (model.q_lora_rank or 0, h),
+        Q_UP: (queries, model.q_lora_rank or 0),
+        "q_b_proj": (queries, model.q_lora_rank or 0),
+        KV_DOWN: (narrow, h),
+        "kv_a_proj_with_mqa": (narrow, h),
+        KV_UP: (keys_and_values, model.kv_lora_rank),
+        "kv_b_proj": (keys_and_values, model.kv_lora_rank),
         "k_proj": (keys, h),
         "v_proj": (keys, h),
         QKV: (model.qkv_width, h),

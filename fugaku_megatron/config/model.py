@@ -45,10 +45,15 @@ from .layer_kinds import (
     LOCAL,
     MIXERS,
     MLP_SYMBOLS,
+    MULTI_LATENT_ATTENTION,
+    Q_DOWN,
+    Q_PROJ,
+    Q_UP,
     LayerKind,
     layer_symbols,
     marked_layers,
 )
+from .multi_latent_attention import LatentAttentionFields
 from .prediction import PredictionFields
 from .rows import (
     ACTIVATIONS,
@@ -75,6 +80,10 @@ from .rules import CheckedFields
 YARN_DETAILS = "details of yarn"  # topic of numbers besides its factor and length
 SCALING = "scaling of rope"  # topic of flags that exclude each other
 
+HEAD_SIZE = Requirement(
+    "keys and values of one size, which --multi-latent-attention has not",
+    lambda run: not run.model.multi_latent_attention,
+)
 ROTARY = Requirement("--position-embedding-type rope or yarn", lambda run: run.model.rotary)
 GELU = Requirement("a GELU in the MLP", lambda run: ACTIVATIONS[run.model.activation].gelu)
 
@@ -86,7 +95,9 @@ yarn_detail_field = partial(yarn_field, topic=YARN_DETAILS)
 
 @cached_hash
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(ExpertFields, DeltaNetFields, PredictionFields, CheckedFields):
+class ModelConfig(
+    ExpertFields, DeltaNetFields, LatentAttentionFields, PredictionFields, CheckedFields
+):
     """Architecture of the GPT, by default Megatron-LM's GPT-2."""
 
     # A field of type int with default None is computed from other fields, and never None afterwards.
@@ -257,6 +268,7 @@ class ModelConfig(ExpertFields, DeltaNetFields, PredictionFields, CheckedFields)
         None,
         "size d of a head (default: hidden size / attention heads)",
         maximum=2**16,
+        needs=HEAD_SIZE,
     )
     add_qkv_bias: bool = weight_field(
         False,
@@ -322,10 +334,12 @@ class ModelConfig(ExpertFields, DeltaNetFields, PredictionFields, CheckedFields)
     yarn_beta_fast: float = yarn_detail_field(
         32.0,
         "wavelengths with at least this many rotations in the original length are unchanged",
+        aliases=("--beta-fast",),
     )
     yarn_beta_slow: float = yarn_detail_field(
         1.0,
         "wavelengths with at most this many rotations in the original length are lengthened by the whole factor",
+        aliases=("--beta-slow",),
     )
     yarn_correction_range_round_to_int: bool = yarn_detail_field(
         True,
@@ -339,7 +353,7 @@ class ModelConfig(ExpertFields, DeltaNetFields, PredictionFields, CheckedFields)
     )
     mscale_all_dim: float = yarn_detail_field(
         0.0,
-        "see --mscale",
+        "see --mscale; --multi-latent-attention multiplies the scores by the square of its divisor",
         range=None,
     )
     use_rope_scaling: bool = switch(
@@ -463,6 +477,9 @@ class ModelConfig(ExpertFields, DeltaNetFields, PredictionFields, CheckedFields)
         self._check_rotary()
         self._check_block()
         self._check_experts(self.num_layers, not self.disable_bias_linear)
+        self._check_latent_sizes()
+        if self.multi_latent_attention:
+            self._check_latent_attention(self.position_embedding_type)
         if self.experimental_attention_variant is not None:
             self._check_delta_net(self.layer_types)
         self._check_layers()
@@ -481,7 +498,12 @@ class ModelConfig(ExpertFields, DeltaNetFields, PredictionFields, CheckedFields)
         if self.max_position_embeddings is None:
             object.__setattr__(self, "max_position_embeddings", self.seq_length)
         self._derive_experts(self.ffn_hidden_size)
-        if self.kv_channels is None and h % heads == 0:
+        if self.multi_latent_attention:
+            size = self.qk_head_dim + self.qk_pos_emb_head_dim
+            object.__setattr__(self, "kv_channels", size)
+            if self.position_embedding_type == ROPE:
+                object.__setattr__(self, "position_embedding_type", self.rope_type or YARN)
+        elif self.kv_channels is None and h % heads == 0:
             object.__setattr__(self, "kv_channels", h // heads)
         if not self.group_query_attention or self.num_query_groups is None:
             object.__setattr__(self, "num_query_groups", 1 if self.group_query_attention else None)
@@ -579,7 +601,14 @@ class ModelConfig(ExpertFields, DeltaNetFields, PredictionFields, CheckedFields)
                 f"--num-layers {self.num_layers} is not divisible by --no-rope-freq {without_rope}: "
                 "change one of them, or pass a list",
             )
-        _ = self.layer_kinds  # raises ValueError for a wrong pattern
+        other = ATTENTION if self.multi_latent_attention else MULTI_LATENT_ATTENTION
+        # layer_kinds raises ValueError for a wrong pattern
+        wrong = any(kind.mixer == other for kind in self.layer_kinds)
+        check(
+            not wrong,
+            f"--layer-types {self.layer_types!r:.60} has {MIXERS[other].symbol}, and --multi-latent-attention is "
+            f"{self.multi_latent_attention}: with it, every attention is +, without it *",
+        )
 
     def _check_rotary(self) -> None:
         check(
@@ -604,8 +633,8 @@ class ModelConfig(ExpertFields, DeltaNetFields, PredictionFields, CheckedFields)
         check(
             not self.rotary or (self.rotary_size > 0 and self.rotary_size % 2 == 0),
             "rope rotates pairs of "
-            f"elements, and --rotary-percent {self.rotary_percent} of a head of {self.kv_channels} is {self.rotary_size}: change "
-            "it, or --kv-channels",
+            f"elements, and --rotary-percent {self.rotary_percent} of a head of {self._rope_width} is {self.rotary_size}: change "
+            f"it, or {'--qk-pos-emb-head-dim' if self.multi_latent_attention else '--kv-channels'}",
         )
 
     def _check_yarn(self) -> None:
@@ -652,8 +681,7 @@ class ModelConfig(ExpertFields, DeltaNetFields, PredictionFields, CheckedFields)
                 kinds[self.num_layers - 1]._replace(window=window, rope=rope, predicts=True)
             )
         return tuple(
-            kind if kind.mixer == ATTENTION else kind._replace(window=None, rope=None)
-            for kind in kinds
+            kind if kind.has_softmax else kind._replace(window=None, rope=None) for kind in kinds
         )
 
     @cached_property
@@ -666,11 +694,12 @@ class ModelConfig(ExpertFields, DeltaNetFields, PredictionFields, CheckedFields)
     @cached_property
     def _mixers(self) -> tuple[str | None, ...]:
         freq = self.linear_attention_freq
+        attention = MULTI_LATENT_ATTENTION if self.multi_latent_attention else ATTENTION
         if self._symbols is None and (self.experimental_attention_variant is None or freq is None):
-            return tuple(repeat(ATTENTION, self.num_layers))
+            return tuple(repeat(attention, self.num_layers))
         if self._symbols is None:
             delta = marked_layers("linear_attention_freq", freq, self.num_layers)
-            return tuple(GATED_DELTA_NET if layer else ATTENTION for layer in delta)
+            return tuple(GATED_DELTA_NET if layer else attention for layer in delta)
         by_symbol = {row.symbol: name for name, row in MIXERS.items()}
         return tuple(by_symbol.get(symbols[0]) for symbols in self._symbols)
 
@@ -704,13 +733,25 @@ class ModelConfig(ExpertFields, DeltaNetFields, PredictionFields, CheckedFields)
         return tuple(ropes)
 
     @cached_property
+    def mixer_linears(self) -> frozenset[str]:
+        """Names of the linear layers in the model's mixers."""
+        names = set[str]()
+        for mixer in {*self._mixers} - {None}:
+            names |= {*MIXERS[mixer].linears, *MIXERS[mixer].replicated}
+        absent = (Q_DOWN, Q_UP) if self.q_lora_rank is None else (Q_PROJ,)
+        return frozenset(names.difference(absent))
+
+    @cached_property
     def has_delta_nets(self) -> bool:
         return any(kind.mixer == GATED_DELTA_NET for kind in self.layer_kinds)
 
     @cached_property
     def attention_scale(self) -> float:
         """Factor of the attention scores."""
-        return self.attention_multiplier or self.kv_channels**-0.5
+        scale = self.attention_multiplier or self.kv_channels**-0.5
+        if self.multi_latent_attention and self.position_embedding_type == YARN:
+            scale *= self._yarn_growth(self.mscale_all_dim) ** 2
+        return float(scale)
 
     @cached_property
     def norms_around(self) -> NormPosition:
@@ -795,8 +836,18 @@ class ModelConfig(ExpertFields, DeltaNetFields, PredictionFields, CheckedFields)
     @cached_property
     def qkv_width(self) -> int:
         """Elements per token in queries, their gates, keys and values: g (n/g + 2) d without gates."""
-        queries = self.query_widths * self.num_attention_heads
-        return (queries + 2 * self.query_groups) * self.kv_channels
+        queries = self.query_widths * self.num_attention_heads * self.kv_channels
+        return queries + self.query_groups * self.key_value_size
+
+    @cached_property
+    def value_size(self) -> int:
+        """Elements of a value; a query or key has `kv_channels`."""
+        return self.v_head_dim if self.multi_latent_attention else self.kv_channels
+
+    @cached_property
+    def key_value_size(self) -> int:
+        """Elements of a key and a value."""
+        return self.kv_channels + self.value_size
 
     @cached_property
     def query_widths(self) -> int:
@@ -806,7 +857,7 @@ class ModelConfig(ExpertFields, DeltaNetFields, PredictionFields, CheckedFields)
     @cached_property
     def context_width(self) -> int:
         """Elements per token in the attention output: n d."""
-        return self.num_attention_heads * self.kv_channels
+        return self.num_attention_heads * self.value_size
 
     @cached_property
     def norm(self) -> NormPart:
@@ -822,7 +873,7 @@ class ModelConfig(ExpertFields, DeltaNetFields, PredictionFields, CheckedFields)
 
     @cached_property
     def kernels_take_heads(self) -> bool:
-        return self.kv_channels % HEAD_MULTIPLE == 0
+        return self.kv_channels % HEAD_MULTIPLE == self.value_size % HEAD_MULTIPLE == 0
 
     @cached_property
     def kernels_alone(self) -> bool:
@@ -842,6 +893,7 @@ class ModelConfig(ExpertFields, DeltaNetFields, PredictionFields, CheckedFields)
             and not self.qk_layernorm_all_heads
             and not self.attention_output_gate
             and not self.has_delta_nets
+            and not self.multi_latent_attention
         )
 
     @cached_property
@@ -855,13 +907,21 @@ class ModelConfig(ExpertFields, DeltaNetFields, PredictionFields, CheckedFields)
     @cached_property
     def rotary_size(self) -> int:
         """Rotated elements per head."""
-        return int(self.kv_channels * self.rotary_percent)
+        return int(self._rope_width * self.rotary_percent)
+
+    @property
+    def _rope_width(self) -> int:
+        """Elements per head that --rotary-percent is a share of."""
+        return self.qk_pos_emb_head_dim if self.multi_latent_attention else self.kv_channels
 
     @cached_property
     def yarn_attention_factor(self) -> float:
         """Yarn's factor for cosines and sines, attention_factor in transformers; 0 if undefined."""
-        growth = 0.1 * math.log(max(self.rotary_scaling_factor, 1.0))
-        return (self.mscale * growth + 1.0) / (self.mscale_all_dim * growth + 1.0 or math.inf)
+        return self._yarn_growth(self.mscale) / (self._yarn_growth(self.mscale_all_dim) or math.inf)
+
+    def _yarn_growth(self, mscale: float) -> float:
+        """Return yarn's factor for the magnitude of queries and keys, 1 without lengthening."""
+        return 0.1 * mscale * math.log(max(self.rotary_scaling_factor, 1.0)) + 1.0
 
     def uses_rotary(self, kind: LayerKind) -> bool:
         """Return True if a layer's queries and keys are rotated or normalised before attention."""

@@ -25,6 +25,12 @@ from .rules import CheckedFields
 from .sample_rules import StepSizes
 
 RECOMPUTE = "recompute"  # topic
+
+SELECTIVE = "selective"
+# Values of --recompute-modules that have an effect, and Megatron-LM's others.
+CORE_ATTN = "core_attn"
+MLA_UP_PROJ = "mla_up_proj"
+OTHER_MODULES = ("layernorm", "mlp", "moe", "moe_act", "shared_experts")
 MEMORY_CHOICE = Requirement(
     "--recompute-auto or --pipeline-schedule auto",
     lambda run: run.training.recompute_auto or run.parallel.pipeline_schedule == AUTO,
@@ -145,9 +151,17 @@ class TrainingConfig(CheckedFields):
     )
     recompute_granularity: str | None = free_optional(
         "recompute in backward: whole layers (full) or attention only (selective)",
-        choices=("full", "selective"),
-        switches={"--checkpoint-activations": "full", "--recompute-activations": "selective"},
+        choices=("full", SELECTIVE),
+        switches={"--checkpoint-activations": "full", "--recompute-activations": SELECTIVE},
         topic=RECOMPUTE,
+        differs=BY_STAGE,
+    )
+    recompute_modules: tuple[str, ...] = free_option(
+        (CORE_ATTN,),
+        "what selective recompute repeats: core_attn, attention between its projections; mla_up_proj, queries, keys and values of "
+        "--multi-latent-attention; Megatron-LM's other modules are not repeated",
+        topic=RECOMPUTE,
+        needs="recompute_granularity=selective",
         differs=BY_STAGE,
     )
     recompute_method: str = free_option(
@@ -192,7 +206,14 @@ class TrainingConfig(CheckedFields):
         )
         self._check_recompute()
 
+    def recomputes(self, module: str) -> bool:
+        """Return True if selective recompute repeats a module."""
+        return self.recompute_granularity == SELECTIVE and module in self.recompute_modules
+
     def _check_recompute(self) -> None:
+        known = (CORE_ATTN, MLA_UP_PROJ, *OTHER_MODULES)
+        wrong = [name for name in self.recompute_modules if name not in known]
+        check(not wrong, f"--recompute-modules {' '.join(wrong)}: pass {', '.join(known)}")
         kind = self.recompute_granularity
         numbers = self.recompute_part_layers
         shown = f"--recompute-part-layers {' '.join(map(str, numbers or ()))}"

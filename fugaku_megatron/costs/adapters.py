@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config.layer_kinds import FC1, FC2, column_parallel, input_projections, row_parallel
+from ..config.layer_kinds import (
+    FC1,
+    FC2,
+    column_parallel,
+    input_projections,
+    replicated,
+    row_parallel,
+)
 from ..config.run_config import RunConfig
 from .records import MatmulCollectives, Record, Records, linear
 
@@ -67,6 +74,14 @@ def _adapters(run: RunConfig, record: Record) -> Records:
             f"{name}_lora_B",
             (rows // shards, outputs, width),
             saved_bytes=saved // shards,
+            replicated=outputs * rank,
+        )
+    elif name in replicated():
+        down = linear(f"{name}_lora_A", (rows, width, inputs), replicated=width * inputs)
+        up = linear(
+            f"{name}_lora_B",
+            (rows, outputs, width),
+            saved_bytes=saved,
             replicated=outputs * rank,
         )
     else:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..config.layer_kinds import ATTENTION, PROJ, QKV, LayerKind
+from ..config.layer_kinds import PROJ, QKV, LayerKind
 from ..config.layout import group_copies
 from ..config.model import ModelConfig
 from ..config.parallel import A2A, P2P
 from ..config.rows import LEARNABLE
 from ..config.run_config import RunConfig
+from ..config.training import CORE_ATTN
 from .context_parallel import attention_messages
 from .layers import typical_layer
 from .mixers import Elementwise, Matrices, MixerCosts, Segments, Shapes
@@ -51,13 +52,13 @@ class AttentionCosts(MixerCosts):
                 saved_bytes=run.residual_bytes,
             ),
             *_rotary(run, cp_comm_type, kind or typical_layer(model)),
-            _attention(run, cp_comm_type, kind),
+            attention_record(run, cp_comm_type, kind),
             around.row(PROJ, (rows, h, context), bias=bias, replicated=bias),
         )
 
     def shapes(self, model: ModelConfig) -> Shapes:
         h = model.hidden_size
-        return (model.qkv_width, h), (h, model.context_width)
+        return {QKV: (model.qkv_width, h), PROJ: (h, model.context_width)}
 
     def tensors(self, run: RunConfig) -> dict[str, int]:
         rows = run.tokens_per_microbatch * run.element_bytes
@@ -81,6 +82,8 @@ class AttentionCosts(MixerCosts):
         return Elementwise(moved, calls, allocations)
 
     def recomputed_bytes(self, run: RunConfig, kind: LayerKind) -> int:
+        if not run.training.recomputes(CORE_ATTN):
+            return 0
         cp_comm_type = run.typical_cp_comm_type
         saved = sum(record.saved_bytes for record in _rotary(run, cp_comm_type, kind))
         if run.parallel.context_parallel_size > 1 and cp_comm_type == A2A:
@@ -89,8 +92,9 @@ class AttentionCosts(MixerCosts):
 
     def cache_bytes(self, run: RunConfig, samples: int, positions: int, kind: LayerKind) -> int:
         slots = samples * cache_slots(kind, positions)
-        elements = slots * run.model.query_groups // run.tp * run.model.kv_channels
-        return 2 * elements * run.element_bytes
+        return (
+            slots * run.model.query_groups // run.tp * run.model.key_value_size * run.element_bytes
+        )
 
     def matrices(self, run: RunConfig) -> Matrices:
         model = run.model
@@ -111,22 +115,30 @@ class AttentionCosts(MixerCosts):
                     found.append(shared_segments(model, heads * model.kv_channels, run.tp))
                 else:
                     found.append((model.norm.vectors, model.kv_channels))
-        if model.softmax_type == LEARNABLE:
-            found.append(shared_segments(model, model.num_attention_heads, run.tp))
         if model.qkv_bias:
             found.append(shared_segments(model, model.qkv_width, run.tp))
-        if not model.disable_bias_linear:
-            found.append((1, model.hidden_size))  # of the projection
-        return found
+        return found + output_vectors(run)
 
 
-def _attention(run: RunConfig, cp_comm_type: str, kind: LayerKind | None) -> Record:
+def output_vectors(run: RunConfig) -> Segments:
+    """Return the segments of sinks and of the output projection's bias."""
+    model = run.model
+    found: Segments = []
+    if model.softmax_type == LEARNABLE:
+        found.append(shared_segments(model, model.num_attention_heads, run.tp))
+    if not model.disable_bias_linear:
+        found.append((1, model.hidden_size))
+    return found
+
+
+def attention_record(run: RunConfig, cp_comm_type: str, kind: LayerKind | None) -> Record:
+    """Return attention between its projections, with the messages of context-parallel ranks."""
     model = run.model
     cp = run.parallel.context_parallel_size
     each = document_length(run)
     rows = run.tokens_per_microbatch * (model.num_attention_heads // run.tp)
-    d = model.kv_channels
-    flops = 4 * rows * each * d  # Q K^T and P V over the full square, as Megatron counts it
+    # Q K^T and P V over the full square, as Megatron counts it
+    flops = 2 * rows * each * model.key_value_size
     side = each  # of the squares that a kernel call computes
     contexts = 1  # the context is also the projection's input, unless ranks exchange heads
     if cp > 1 and cp_comm_type == A2A:
@@ -143,7 +155,7 @@ def _attention(run: RunConfig, cp_comm_type: str, kind: LayerKind | None) -> Rec
     return Record(
         name="attention",
         parameters=sinks,
-        gemm=(side, side, d),
+        gemm=(side, side, model.key_value_size // 2),
         gemm_count=-(-rows * each // side**2),
         flops_forward=flops,
         flops_backward=2 * flops,
@@ -199,7 +211,7 @@ def _softmax_bytes(run: RunConfig) -> int:
 
 def cache_slots(kind: LayerKind, positions: int) -> int:
     """Return a layer's cached positions: at most the window, none without an attention."""
-    if kind.mixer != ATTENTION:
+    if not kind.has_softmax:
         return 0
     return min(positions, kind.window or positions)
 
@@ -226,7 +238,7 @@ def document_length(run: RunConfig) -> int:
 
 def mean_visible_share(model: ModelConfig, s: int) -> float:
     """Return the mean over the layers with an attention."""
-    windows = [kind.window for kind in model.layer_kinds if kind.mixer == ATTENTION]
+    windows = [kind.window for kind in model.layer_kinds if kind.has_softmax]
     return sum(visible_share(s, window) for window in windows) / max(1, len(windows))
 
 

@@ -104,4 +104,4 @@ def key_working_bytes(run: RunConfig) -> int:
 
 
 def key_elements(run: RunConfig) -> int:
-    return run.tokens_per_microbatch * 2 * run.model.query_groups // run.tp * run.model.kv_channels
+    return run.tokens_per_microbatch * run.model.query_groups // run.tp * run.model.key_value_size

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from ..config.layer_kinds import IN_PROJ, OUT_PROJ, LayerKind
 from ..config.model import ModelConfig
 from ..config.run_config import RunConfig
+from ..config.training import CORE_ATTN
 from .mixers import Elementwise, MixerCosts, Segments, Shapes
 from .optimizer_states import shared_segments
 from .records import Collective, Collectives, MatmulCollectives, Record, Records
@@ -99,12 +100,14 @@ class DeltaNetCosts(MixerCosts):
 
     def recomputed_bytes(self, run: RunConfig, kind: LayerKind) -> int:
         """Leave out the input projection's output, which is kept."""
+        if not run.training.recomputes(CORE_ATTN):
+            return 0
         width = run.model.delta_width // run.tp
         return sum(_mixed_bytes(run)) - run.tokens_per_microbatch * width * run.element_bytes
 
     def shapes(self, model: ModelConfig) -> Shapes:
         h = model.hidden_size
-        return (model.delta_width, h), (h, model.delta_values)
+        return {IN_PROJ: (model.delta_width, h), OUT_PROJ: (h, model.delta_values)}
 
     def elementwise(self, run: RunConfig, sizes: Mapping[str, int], kind: LayerKind) -> Elementwise:
         """Return the parts cut out of the projection, the convolution, the order of heads and the norm."""

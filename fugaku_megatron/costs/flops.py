@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import chain
 
+from ..config.layer_kinds import UP_PROJECTIONS
 from ..config.parallel import ParallelConfig
 from ..config.run_config import RunConfig
+from ..config.training import CORE_ATTN, MLA_UP_PROJ
 from .attention import document_length, mean_visible_share
 from .layers import (
     head_records,
@@ -63,7 +65,10 @@ def hardware_flops(
         attention *= squares / (global_batch_size * model.seq_length * document_length(run))
     c = 72 + 24 * _recompute_fraction(run)
     logits = c / 32 * logits_flops(run)
-    recomputed = attention if run.training.recompute_granularity == "selective" else 0.0
+    recomputed = attention if run.training.recomputes(CORE_ATTN) else 0.0
+    if run.training.recomputes(MLA_UP_PROJ):
+        projections = mean_layer_flops(run.on_one_rank, lambda r: r.name in UP_PROJECTIONS)
+        recomputed += projections / run.batch.micro_batch_size
     return global_batch_size * (
         len(model.all_layer_kinds) * (c / 24 * (linear + attention) + recomputed)
         + logits

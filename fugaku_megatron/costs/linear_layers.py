@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ..config.layer_kinds import EH_PROJ, FC1, FC2, MIXERS, LayerKind, column_parallel
+from ..config.layer_kinds import EH_PROJ, FC1, FC2, LayerKind, column_parallel, replicated
 from ..config.rows import MLP_OF_EXPERTS, Q8_BLOCK
 from ..config.run_config import RunConfig
 from .mixers import mixer_costs
@@ -48,8 +48,9 @@ def linears(run: RunConfig, kind: LayerKind) -> list[Linear]:
         layers.append(Linear(EH_PROJ, 1, h, 2 * h, run.tp))
     if kind.mixer is not None:
         shapes = mixer_costs(kind.mixer).shapes(run.model)
-        for name, (outputs, inputs) in zip(MIXERS[kind.mixer].linears, shapes, strict=True):
-            layers.append(Linear(name, 1, outputs, inputs, run.tp))
+        for name, (outputs, inputs) in shapes.items():
+            ranks = 1 if name in replicated() else run.tp
+            layers.append(Linear(name, 1, outputs, inputs, ranks))
     return layers if kind.mlp is None else [*layers, *mlp_linears(run, kind.mlp)]
 
 

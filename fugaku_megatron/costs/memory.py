@@ -151,7 +151,7 @@ def layer_saved_bytes(run: RunConfig) -> tuple[int, ...]:
     def saved(kind: LayerKind) -> int:
         records = layer_records(run, kind)
         total = sum(r.saved_bytes for r in records)
-        if run.training.recompute_granularity == "selective" and kind.mixer is not None:
+        if kind.mixer is not None:
             total -= mixer_costs(kind.mixer).recomputed_bytes(run, kind)
         return total
 

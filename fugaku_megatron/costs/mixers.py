@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from pkgutil import resolve_name
 from typing import NamedTuple
 
-from ..config.layer_kinds import MIXERS, LayerKind
+from ..config.layer_kinds import MIXERS, LayerKind, replicated
 from ..config.model import ModelConfig
 from ..config.run_config import RunConfig
 from .records import Records
 
 Matrices = list[tuple[int, int, int]]  # (how many, rows, columns)
-Shapes = tuple[tuple[int, int], tuple[int, int]]
+Shapes = dict[str, tuple[int, int]]  # linear layer -> (outputs, inputs)
 Segments = list[tuple[int, int]]  # (how many a rank holds, elements of each)
 
 
@@ -34,12 +34,12 @@ class MixerCosts(ABC):
 
     @abstractmethod
     def shapes(self, model: ModelConfig) -> Shapes:
-        """Return (outputs, inputs) of the input and of the output projection."""
+        """Return the linear layers with their sizes in the whole model; the last is the output projection."""
 
     def tensors(self, run: RunConfig) -> dict[str, int]:
         """Return the bytes between the projections: of the first result, the last argument, and scores."""
         rows = run.tokens_per_microbatch * run.element_bytes
-        (outputs, _), (_, inputs) = self.shapes(run.model)
+        (outputs, _), *_, (_, inputs) = self.shapes(run.model).values()
         return {"qkv": rows * outputs // run.tp, "context": rows * inputs // run.tp, "scores": 0}
 
     def elementwise(self, run: RunConfig, sizes: Mapping[str, int], kind: LayerKind) -> Elementwise:
@@ -47,7 +47,7 @@ class MixerCosts(ABC):
         return Elementwise()
 
     def recomputed_bytes(self, run: RunConfig, kind: LayerKind) -> int:
-        """Return the bytes that selective recompute does not save."""
+        """Return the bytes that the run's selective recompute does not save."""
         return 0
 
     def weight_input_bytes(self, run: RunConfig) -> int:
@@ -60,8 +60,9 @@ class MixerCosts(ABC):
         return 0
 
     def matrices(self, run: RunConfig) -> Matrices:
-        """Return the matrices that Muon orthogonalizes: the linear layers' weights."""
-        return [(1, outputs, inputs) for outputs, inputs in self.shapes(run.model)]
+        """Return the matrices that Muon orthogonalizes and ranks share: the linear layers' weights."""
+        shapes = self.shapes(run.model)
+        return [(1, *shape) for name, shape in shapes.items() if name not in replicated()]
 
     def vectors(self, run: RunConfig) -> Segments:
         """Return the segments of parameters other than the linear layers' weights."""

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
 
-from ..config.layer_kinds import LayerKind, column_parallel
+from ..config.layer_kinds import LayerKind, column_parallel, replicated
 from ..config.model import ModelConfig
 from ..config.optimizer import MOMENT_BLOCK
 from ..config.rows import ACTIVATIONS, MLP_OF_EXPERTS
@@ -55,6 +55,8 @@ def _split_outputs(model: ModelConfig, linear: Linear, columns: int) -> tuple[in
 
 
 def _weight(model: ModelConfig, linear: Linear) -> Segments:
+    if linear.name in replicated():
+        return [(1, linear.outputs * linear.inputs)]
     if linear.name in column_parallel():
         return [_split_outputs(model, linear, linear.inputs)]
     outer = linear.experts * linear.outputs
@@ -73,6 +75,8 @@ def _adapters(run: RunConfig, linear: Linear) -> Segments:
     rows = len(run.lora.parts(linear.name, model)) * rank
     if not rows:
         return []
+    if linear.name in replicated():
+        return [(1, rows * linear.inputs), (1, linear.outputs * rank)]
     if linear.name in column_parallel():
         return [(linear.experts, rows * linear.inputs), _split_outputs(model, linear, rank)]
     down = shared_segments(model, linear.inputs, linear.ranks, outer=linear.experts * rows)
@@ -175,10 +179,15 @@ def layer_matrices(run: RunConfig, kind: LayerKind) -> tuple[Matrices, Matrices]
     return divided, others
 
 
-def _replicated(model: ModelConfig, mlp: str | None) -> Matrices:
-    if mlp != MLP_OF_EXPERTS:
-        return []
-    matrices = [(1, model.num_experts or 0, model.hidden_size)]
+def _replicated(run: RunConfig, kind: LayerKind) -> Matrices:
+    model = run.model
+    matrices: Matrices = []
+    for linear in linears(run, kind):
+        if linear.name in replicated():
+            matrices.append((1, linear.outputs, linear.inputs))
+    if kind.mlp != MLP_OF_EXPERTS:
+        return matrices
+    matrices.append((1, model.num_experts or 0, model.hidden_size))
     if model.moe_shared_expert_gate:
         matrices.append((1, 1, model.hidden_size))
     return matrices
@@ -194,9 +203,7 @@ def matrix_elements(run: RunConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
     divided = per_layer(run, lambda kind: total(layer_matrices(run, kind)[0]) // expert_ranks)
     others = per_layer(
         run,
-        lambda kind: (
-            total(layer_matrices(run, kind)[1]) // run.tp + total(_replicated(run.model, kind.mlp))
-        ),
+        lambda kind: total(layer_matrices(run, kind)[1]) // run.tp + total(_replicated(run, kind)),
     )
     return divided, others
 
@@ -215,7 +222,7 @@ def muon_matmuls(run: RunConfig, stage: int) -> Matmuls:
     for layer in itertools.chain(*stage_layers(run, stage)):
         kind = run.model.all_layer_kinds[layer]
         divided, others = layer_matrices(run, kind)
-        others += _replicated(run.model, kind.mlp)
+        others += _replicated(run, kind)
         for group, ranks in ((divided, run.etp), (others, run.tp)):
             for count, rows, columns in group:
                 m, n = sorted((max(1, rows // ranks) if blockwise else rows, columns))

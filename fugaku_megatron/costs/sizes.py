@@ -62,7 +62,8 @@ def qkv_bytes(run: RunConfig, cp_comm_type: str | None = None) -> int:
     copies = 1
     if cp > 1 and (cp_comm_type or run.typical_cp_comm_type) == A2A:
         copies = group_copies(groups, cp)
-    width = (model.num_attention_heads // run.tp + 2 * groups * copies) * model.kv_channels
+    queries = model.num_attention_heads // run.tp * model.kv_channels
+    width = queries + groups * copies * model.key_value_size
     return run.tokens_per_microbatch * width * run.element_bytes
 
 

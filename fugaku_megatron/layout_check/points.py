@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..comm.grid import Grid
-from ..config.layer_kinds import MIXERS
+from ..config.layer_kinds import MIXERS, replicated
 from ..config.layout import Layout
 from ..config.parallel import A2A, ALLGATHER
 from ..config.rows import MLP_OF_EXPERTS
@@ -59,9 +59,12 @@ MLP_NORM = "pre_mlp_layernorm"
 MLP = "mlp"
 LAYER = ""
 FINAL_NORM = "decoder.final_layernorm"
-# Key in `MIXERS` -> the module of its input projection.
-INPUT_PROJECTIONS = {name: f"{ATTENTION}.{row.linears[0]}" for name, row in MIXERS.items()}
-SITES = (INPUT_NORM, *INPUT_PROJECTIONS.values(), CORE, ATTENTION, MLP_NORM, MLP, LAYER)
+# Modules of the mixers' projections besides their output projections.
+NARROW_PROJECTIONS = tuple(f"{ATTENTION}.{name}" for name in replicated())
+HEAD_PROJECTIONS = tuple(
+    dict.fromkeys(f"{ATTENTION}.{name}" for row in MIXERS.values() for name in row.linears[:-1])
+)
+SITES = (INPUT_NORM, *NARROW_PROJECTIONS, *HEAD_PROJECTIONS, CORE, ATTENTION, MLP_NORM, MLP, LAYER)
 
 # Iteration -> the origin of its weights, if not the update before.
 SOURCES = {1: "the seed", ITERATIONS: "the loaded checkpoint"}
@@ -227,7 +230,7 @@ class Communication:
     def forward(self, layer: int, site: str) -> str | None:
         """Describe the communication before an output, inside a layer. layer: from 0"""
         return {
-            **dict.fromkeys(INPUT_PROJECTIONS.values(), self.gather()),
+            **dict.fromkeys(HEAD_PROJECTIONS, self.gather()),
             CORE: self._attention(layer),
             ATTENTION: self.partial_sum(),
             MLP: self._mlp(layer),
@@ -240,7 +243,8 @@ class Communication:
                 return None
             return self.stage_border(layer, 1)
         return {
-            **dict.fromkeys(INPUT_PROJECTIONS.values(), self._attention(layer)),
+            **dict.fromkeys(HEAD_PROJECTIONS, self._attention(layer)),
+            **dict.fromkeys(NARROW_PROJECTIONS, self.partial_sum()),
             MLP_NORM: self._mlp(layer),
             CORE: self.gather(),
             INPUT_NORM: self.partial_sum(),

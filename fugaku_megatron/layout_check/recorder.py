@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..checkpoint.shards import Shard
 from ..checkpoint.tensor_files import PlainFile, read_header, write_tensors
 from ..config.fields import check
+from ..config.layer_kinds import MIXERS
 from ..config.optimizer import MOMENTS
 from ..nn.attention.context_parallel import own_segments, positions
 from ..nn.forward_context import Pass
@@ -35,8 +36,8 @@ from .points import (
     FINAL_NORM,
     FORWARD,
     GATHERED,
+    HEAD_PROJECTIONS,
     INPUT_NORM,
-    INPUT_PROJECTIONS,
     KINDS,
     LAYER,
     LOCAL,
@@ -198,10 +199,13 @@ class Recorder:
         outputs = {LAYER: layer}
         inputs = {}
         if attention is not None:
-            mixer = context.model.all_layer_kinds[number].mixer
-            into, out = attention.projections
-            outputs |= {INPUT_PROJECTIONS[mixer]: into, ATTENTION: attention}
-            inputs[CORE] = out
+            mixer = MIXERS[context.model.all_layer_kinds[number].mixer]
+            *projections, out = (*mixer.replicated, *mixer.linears)
+            outputs[ATTENTION] = attention
+            for name in projections:
+                if hasattr(attention, name):
+                    outputs[f"{ATTENTION}.{name}"] = getattr(attention, name)
+            inputs[CORE] = getattr(attention, out)
         if layer.mlp is not None:
             outputs[MLP] = layer.mlp
             inputs[MLP_NORM] = layer.mlp
@@ -265,7 +269,7 @@ class Recorder:
         width = x.shape[2]
         first = 0
         whole = width
-        if point.name.endswith((*INPUT_PROJECTIONS.values(), CORE)):  # of the whole sequence
+        if point.name.endswith((*HEAD_PROJECTIONS, CORE)):  # of the whole sequence
             segments = own_segments(len(x), context.cp)
             first = context.tp.rank * width
             whole = context.tp.size * width

@@ -167,6 +167,8 @@ def _model(run: RunConfig, layout: Layout, kept: list[int], width: _Width) -> Mo
         changes["num_query_groups"] = model.query_groups // width.divisor
     if model.num_experts:
         changes |= _expert_changes(model, width)
+    if model.multi_latent_attention:
+        changes |= _latent_changes(model, width)
     if model.layer_types is not None:
         symbols = layer_symbols(model.layer_types, model.num_layers)
         changes["layer_types"] = ",".join(symbols[layer] for layer in kept)
@@ -215,6 +217,15 @@ def _expert_changes(model: ModelConfig, width: _Width) -> FieldValues:
         changes["moe_z_loss_coeff"] = Z_LOSS
     if model.moe_shared_expert_intermediate_size:
         changes["moe_shared_expert_intermediate_size"] = width.mlp
+    return changes
+
+
+def _latent_changes(model: ModelConfig, width: _Width) -> FieldValues:
+    changes: FieldValues = {"kv_lora_rank": min(model.kv_lora_rank, WIDTH)}
+    for name in ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
+        changes[name] = min(getattr(model, name), width.head)
+    if model.q_lora_rank is not None:
+        changes["q_lora_rank"] = min(model.q_lora_rank, WIDTH)
     return changes
 
 

@@ -68,11 +68,16 @@ def _dropped(kernels: Any, x: Tensor, dropout: InputDropout | None) -> Tensor:
     return torch.stack(made, 1).view(x.shape)
 
 
+# Values of `Adapter.divided`: dimension of a linear layer's weight that tensor-parallel ranks share.
+OUTPUTS = "outputs"
+INPUTS = "inputs"
+
+
 class Adapter(nn.Module):
     """Adapters of one linear layer.
 
     outputs: (out,), or (2, f) with a gate.
-    split: the layer is row-parallel.
+    divided: OUTPUTS, INPUTS, or None if every tensor-parallel rank has the weight.
     experts: (e,) if each expert has adapters.
     """
 
@@ -82,13 +87,13 @@ class Adapter(nn.Module):
         parts: tuple[str, ...],
         inputs: int,
         outputs: tuple[int, ...],
-        split: bool,
+        divided: str | None,
         context: Any,
         experts: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
         self.context = context
-        self.split = split
+        self.divided = divided
         self.linear = name.rsplit(".", 1)[-1]
         self.parts = parts
         self.lora: LoraConfig = context.lora
@@ -99,13 +104,13 @@ class Adapter(nn.Module):
         self.lora_a = make(
             f"{name}.lora_A.weight",
             (*experts, len(parts), rank, inputs),
-            len(experts) + 2 if split else None,
+            len(experts) + 2 if divided == INPUTS else None,
             (3.0 * inputs) ** -0.5,
         )
         self.lora_b = make(
             f"{name}.lora_B.weight",
             (*experts, *outputs, rank),
-            None if split else len(experts + outputs) - 1,
+            len(experts + outputs) - 1 if divided == OUTPUTS else None,
         )
 
     @property
@@ -122,8 +127,11 @@ class Adapter(nn.Module):
         context = self.context
         if not p or not forward_pass.training:
             return None
-        segments = own_segments(len(x), context.cp) if self.split else context.segments(x)
-        first_column = context.tp.rank * x.shape[-1] if self.split else None
+        segments = context.segments(x)
+        first_column = None
+        if self.divided == INPUTS:
+            segments = own_segments(len(x), context.cp)
+            first_column = context.tp.rank * x.shape[-1]
         key = DropoutKey.of_segments(segments, context.seed, self.stream, forward_pass.first_sample)
         return p, key, first_column
 
@@ -132,10 +140,14 @@ class Adapter(nn.Module):
 
         column-parallel: x (s, b, in), y (whole sequence, b, out / tp)
         row-parallel: x (whole sequence, b, in / tp), y (s, b, out)
+        on every rank: x (s, b, in), y (s, b, out)
         """
         t = _down(self.ops, x, self.lora_a, self.dropout(x, forward_pass))
-        exchange = self.context.out_of_matmul if self.split else self.context.whole_sequence
-        return self.up(y, exchange(t))
+        if self.divided == INPUTS:
+            t = self.context.out_of_matmul(t)
+        elif self.divided == OUTPUTS:
+            t = self.context.whole_sequence(t)
+        return self.up(y, t)
 
     def merged(self, weight: Tensor) -> Tensor:
         return merged(weight, self.lora_a, self.lora_b, self.mask(), self.lora.scale)

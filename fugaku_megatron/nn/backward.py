@@ -72,6 +72,26 @@ def recompute(
     return _Recompute.apply(function, again or function, x, *args)
 
 
+@contextmanager
+def rebuilt(x: Tensor, rebuild: Callable[[], Tensor]) -> Iterator[None]:
+    """Save nothing of x (s, b, ...) inside the block: backward calls `rebuild` for its values."""
+    place = x.data_ptr()
+    shape = x.shape
+
+    def pack(saved: Tensor) -> Tensor | None:
+        is_x = saved.data_ptr() == place and saved.shape == shape
+        return None if is_x else saved
+
+    def unpack(saved: Tensor | None) -> Tensor:
+        if saved is not None:
+            return saved
+        with torch.no_grad():
+            return rebuild()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
 # A backward splits in two (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241, section 2): input gradients, for
 # which another stage waits, and weight gradients, for which only the optimizer waits. Operations queue weight gradients:
 #

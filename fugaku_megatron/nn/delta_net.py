@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..config.training import CORE_ATTN
 from .attention.context_parallel import to_heads, to_rows
 from .attention.kv_cache import DeltaState
 from .forward_context import Pass, Rows
@@ -77,10 +78,6 @@ class GatedDeltaNet(nn.Module):
     @property
     def output_bias(self) -> Tensor | None:
         return self.out_proj.bias
-
-    @property
-    def projections(self) -> tuple[nn.Module, nn.Module]:
-        return self.in_proj, self.out_proj
 
     def empty_cache(self, samples: int, positions: int, dtype: torch.dtype) -> DeltaState:
         heads = self.heads
@@ -160,8 +157,7 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """Apply the layer, (s, b, h) -> (s, b, h)."""
         projected = self.in_proj(x, forward_pass)
-        # Below the lowest adapter there is no backward.
-        if forward_pass.recompute == "selective" and projected.requires_grad:
+        if self.context.recomputes(CORE_ATTN, projected, forward_pass):
             mixed = recompute(self.mix, projected, forward_pass)
         else:
             mixed = self.mix(projected, forward_pass)

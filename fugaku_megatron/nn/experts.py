@@ -26,7 +26,7 @@ from ..comm.autograd import (
 from ..comm.base import Comm
 from ..config.model import ModelConfig
 from ..costs.mlp import exchanged_groups
-from .adapters import AdaptedExperts
+from .adapters import INPUTS, OUTPUTS, AdaptedExperts
 from .blocks import MLP
 from .forward_context import Pass
 from .layers import Context
@@ -304,7 +304,8 @@ class ExpertLinear(nn.Module):
                 None if split else len(outputs),
                 experts=True,
             )
-        self.adapter = context.adapter(name, inputs, outputs, split, experts)
+        divided = INPUTS if split else OUTPUTS
+        self.adapter = context.adapter(name, inputs, outputs, divided, experts)
 
 
 class ExpertMatrices(nn.Module):

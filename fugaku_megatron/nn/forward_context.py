@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..config.model import ModelConfig
-from .attention.heads import Angles
+from .attention.heads import Angles, Heads
 from .attention.kv_cache import Cache, LayerCache
 from .attention.rotary_angles import TokenAngles, document_angles, rotary_angles
 from .attention.sinks import Sinks
@@ -86,11 +86,12 @@ class Rows:
         ops: Ops,
         layer: int,
         qkv: Tensor,
+        heads: Heads,
         whole: Callable[[Tensor], Tensor],
         softcap: float | None,
         sinks: Sinks | None,
     ) -> Tensor:
-        """Attend from each row to earlier positions in its sample, qkv -> (r, 1, n d).
+        """Attend from each row to earlier positions in its sample, qkv -> (r, 1, n v).
 
         whole: attention of a sequence without cached tokens.
         """
@@ -98,13 +99,11 @@ class Rows:
         assert isinstance(cache, LayerCache)
         if self.one_each:
             rows = CachedRows(self.samples, self.positions)
-            return ops.cached_attention(qkv, cache, rows, softcap, sinks)
+            return ops.cached_attention(qkv, heads, cache, rows, softcap, sinks)
         context = []
         for sample, part in zip(self.samples.tolist(), qkv.split(self.lengths), strict=True):
-            groups = part.view(
-                len(part), cache.keys.shape[1], -1, cache.keys.shape[3]
-            )  # (s, g, n/g + 2, d)
-            cache.store(sample, groups[:, :, -2], groups[:, :, -1])
+            _, keys, values = heads.split(part)
+            cache.store(sample, keys[:, 0, :, 0], values[:, 0, :, 0])
             context.append(whole(part))
         return torch.cat(context)
 

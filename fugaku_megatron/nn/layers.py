@@ -27,8 +27,9 @@ from ..comm.grid import ALONE
 from ..config.lora import LoraConfig
 from ..config.model import ModelConfig
 from ..config.parallel import A2A
+from ..config.training import CORE_ATTN, SELECTIVE
 from ..costs.records import overlap_blocks
-from .adapters import Adapter
+from .adapters import INPUTS, OUTPUTS, Adapter
 from .attention.context_parallel import own_segments, to_rank_order, to_sequence_order
 from .attention.context_parallel import positions as own_positions
 from .attention.heads import Angles
@@ -54,6 +55,7 @@ class Context:
     cp: ranks that share each sequence; s is then this rank's length.
     cp_comm_types: --cp-comm-type of each layer.
     decays_qk_layernorm: weight decay applies to norms of queries and keys.
+    recompute_modules: that selective recompute repeats.
     """
 
     model: ModelConfig
@@ -68,6 +70,12 @@ class Context:
     cp: Comm = ALONE
     cp_comm_types: tuple[str, ...] = ()
     decays_qk_layernorm: bool = False
+    recompute_modules: tuple[str, ...] = (CORE_ATTN,)
+
+    def recomputes(self, module: str, x: Tensor, forward_pass: Pass) -> bool:
+        """Return True if backward repeats a module with input x. Below the lowest adapter there is no backward."""
+        selective = forward_pass.recompute == SELECTIVE
+        return selective and module in self.recompute_modules and x.requires_grad
 
     def cp_comm_type(self, layer: int) -> str:
         return self.cp_comm_types[layer - 1] if self.cp_comm_types else A2A
@@ -191,7 +199,7 @@ class Context:
         name: str,
         inputs: int,
         outputs: tuple[int, ...],
-        split: bool = False,
+        divided: str | None = OUTPUTS,
         experts: tuple[int, ...] = (),
     ) -> Adapter | None:
         """Build a linear layer's adapter, or return None if the run does not adapt the layer.
@@ -203,7 +211,7 @@ class Context:
         parts = self.lora.parts(name.rsplit(".", 1)[-1], self.model)
         if not parts:
             return None
-        return Adapter(name, parts, inputs, outputs, split, self, experts)
+        return Adapter(name, parts, inputs, outputs, divided, self, experts)
 
     @cached_property
     def _tables(self) -> dict[int, dict[str, Angles]]:
@@ -319,7 +327,7 @@ class RowParallelLinear(nn.Module):
             quantized=context.lora.base_in_int8,
         )
         self.bias = context.parameter(f"{name}.bias", (outputs,)) if bias else None
-        self.adapter = context.adapter(name, inputs, (outputs,), split=True)
+        self.adapter = context.adapter(name, inputs, (outputs,), INPUTS)
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """Apply the layer without the bias, (s, b, inputs / tp) -> (s, b, outputs)."""
@@ -327,6 +335,26 @@ class RowParallelLinear(nn.Module):
         if context.blocks is not None:
             return context.ops.row_linear(x, self.weight, context.blocks)
         y = context.out_of_matmul(context.ops.linear(x, self.weight))
+        return y if self.adapter is None else self.adapter.add(x, y, forward_pass)
+
+
+class ReplicatedLinear(nn.Module):
+    """Y = X W^T with W on every tensor-parallel rank, for this rank's rows of X."""
+
+    def __init__(self, name: str, inputs: int, outputs: int, context: Context) -> None:
+        super().__init__()
+        self.context = context
+        self.weight = context.parameter(
+            f"{name}.weight",
+            (outputs, inputs),
+            std=context.model.init_method_std,
+            quantized=context.lora.base_in_int8,
+        )
+        self.adapter = context.adapter(name, inputs, (outputs,), None)
+
+    def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
+        """Apply the layer, (s, b, inputs) -> (s, b, outputs)."""
+        y = self.context.ops.linear(x, self.weight)
         return y if self.adapter is None else self.adapter.add(x, y, forward_pass)
 
 
@@ -408,21 +436,20 @@ def scale(weight: Tensor, centered: bool) -> Tensor:
 
 
 class WeightedNorm(Norm):
-    """Norm with a learned scale (h), stored minus 1 if centered."""
+    """Norm with a learned scale (h), stored minus 1 if centered. width: h; None: the hidden size"""
 
-    def __init__(self, name: str, context: Context) -> None:
+    def __init__(self, name: str, context: Context, width: int | None = None) -> None:
         super().__init__(name, context)
-        self.weight = context.parameter(
-            f"{name}.weight", (context.model.hidden_size,), fill=1.0 - self.centered
-        )
+        self.width = width or context.model.hidden_size
+        self.weight = context.parameter(f"{name}.weight", (self.width,), fill=1.0 - self.centered)
 
 
 class LayerNorm(WeightedNorm):
     """Layer norm with scale and bias (h), fused with the residual sum."""
 
-    def __init__(self, name: str, context: Context) -> None:
-        super().__init__(name, context)
-        self.bias = context.parameter(f"{name}.bias", (context.model.hidden_size,))
+    def __init__(self, name: str, context: Context, width: int | None = None) -> None:
+        super().__init__(name, context, width)
+        self.bias = context.parameter(f"{name}.bias", (self.width,))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.layer_norm(x, self.scale(), self.bias, self.epsilon)

@@ -60,6 +60,7 @@ class Stage(nn.Module):
             cp=groups.cp,
             cp_comm_types=run.cp_comm_types if groups.cp.size > 1 else (),
             decays_qk_layernorm=run.optimizer.apply_wd_to_qk_layernorm,
+            recompute_modules=run.training.recompute_modules,
         )
         rows = memory.logits_rows(run)
         self.chunks: Any = nn.ModuleList(

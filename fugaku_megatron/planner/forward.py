@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from ..config.fields import check
-from ..config.layer_kinds import GATED_DELTA_NET, LayerKind
+from ..config.layer_kinds import GATED_DELTA_NET, MIXERS, LayerKind
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
 from ..costs.layers import layer_records
@@ -78,9 +78,12 @@ def _part(kind: LayerKind, record: Record) -> str:
         return ROUTED
     if record.name == "delta_rule":
         return SCAN
-    if record.name in ("in_proj", "out_proj") and kind.mixer == GATED_DELTA_NET:
+    linears: tuple[str, ...] = ()
+    if kind.mixer is not None:
+        linears = (*MIXERS[kind.mixer].linears, *MIXERS[kind.mixer].replicated)
+    if record.name in linears and kind.mixer == GATED_DELTA_NET:
         return PROJECTIONS
-    if record.mixes or record.name in ("linear_qkv", "linear_proj"):
+    if record.mixes or record.name in linears:
         return ATTENTION
     return DENSE
 

@@ -15,6 +15,7 @@ from functools import lru_cache
 from ..config.fields import flag
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
+from ..config.training import SELECTIVE
 from ..costs import memory as rank_memory
 from ..costs import run_schedule
 from ..costs import sizes as activations
@@ -129,7 +130,7 @@ def virtual_stage_work(
     weights = [(by_kind[kind]["layer_weights"], count) for kind, count in counts.items()]
     if groups := virtual_stage_recompute_groups(run, virtual_stage):
         backward += work.recomputed_layers(run, layer_kinds, groups, code)
-    elif run.training.recompute_granularity == "selective":
+    elif run.training.recompute_granularity == SELECTIVE:
         for kind, count in counts.items():
             backward.append((work.recomputed_mixer(run, kind, code), count))
     phases = work.phases(run, code)

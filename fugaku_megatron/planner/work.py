@@ -14,10 +14,11 @@ from pkgutil import resolve_name
 from types import MappingProxyType
 
 from ..config import features
-from ..config.layer_kinds import LayerKind
+from ..config.layer_kinds import UP_PROJECTIONS, LayerKind
 from ..config.optimizer import OPTIMIZERS
 from ..config.rows import MLP_OF_EXPERTS
 from ..config.run_config import RunConfig
+from ..config.training import CORE_ATTN, MLA_UP_PROJ
 from ..costs import memory
 from ..costs import mlp as experts
 from ..costs.layers import (
@@ -417,14 +418,21 @@ def _last_recomputed(run: RunConfig, kind: LayerKind, software: Software) -> Wor
 
 
 def recomputed_mixer(run: RunConfig, kind: LayerKind, software: Software) -> Work:
-    """Return the forward that selective recompute runs again: scores and matmuls."""
-    records = [r for r in layer_records(run, kind) if r.mixes]
-    if not records:
-        return Work()
+    """Return the forward that selective recompute runs again: scores and matmuls, and projections to heads."""
+    repeated = Work()
+    options = _MatmulOptions(run=run)
+    records = layer_records(run, kind)
+    if run.training.recomputes(MLA_UP_PROJ):
+        for record in records:
+            if record.name in UP_PROJECTIONS:
+                repeated += _forward(record, options)
+    mixing = [r for r in records if r.mixes]
+    if not mixing or not run.training.recomputes(CORE_ATTN):
+        return repeated
     sizes = tensors(run, kind)
     moved, allocated = software.counts["layer_forward"].get("scores", (0, 0))
-    return Work(
-        matmuls=_forward(records[0], _MatmulOptions(run=run)).matmuls,
+    return repeated + Work(
+        matmuls=_forward(mixing[0], options).matmuls,
         moved=moved * sizes["scores"],
         calls=5,
         allocations=((sizes["scores"], allocated),) if allocated else (),

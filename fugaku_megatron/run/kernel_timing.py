@@ -73,8 +73,8 @@ def kernel_cases(run: RunConfig) -> dict[str, Callable[[Ops], Tensor]]:
     table = _weight(rows, h, dtype=dtype)
     tokens = torch.randint(0, rows, (s, b))
     scores = DropoutKey(1, 1, 0, sample_dim=0)
-    heads = Heads(model.num_attention_heads // tp, model.query_groups // tp, model.kv_channels)
-    width = (heads.heads + 2 * heads.groups) * heads.head_size
+    heads = Heads.of(model, tp)
+    width = (heads.heads + heads.groups) * heads.head_size + heads.groups * heads.value_size
     qkv = torch.randn(s, b, width).to(dtype).requires_grad_()
     head = HeadLoss(SoloComm(), 0, 1.0, z_loss=model.z_loss)
     return {

@@ -29,7 +29,7 @@ from tests.checks.costs import (
 )
 from tests.checks.experts import EXPERTS, SHARED
 from tests.helpers import CP4, DROPOUT, P2P, lay_out, small_run
-from tests.llama_models import DELTA_NETS, FAMILIES
+from tests.llama_models import DELTA_NETS, FAMILIES, LATENT
 
 pytestmark = pytest.mark.parallel
 
@@ -55,6 +55,8 @@ MODELS = {
     },
     "gated attention": {**FAMILIES["qwen3"], "attention_output_gate": True},
     "gated delta nets": {**DELTA_NETS, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
+    "latent attention": LATENT,
+    "latent keys": {**LATENT, "q_lora_rank": None, "qk_layernorm": False},
     "norms around and soft caps": {
         **FAMILIES["llama"],
         "norm_placement": "both",
@@ -95,6 +97,8 @@ FULL = {"recompute_granularity": "full"}
         ("two mtp modules", "tp2 pp2"),
         ("two mtp modules", "pp2 untie_embeddings_and_output_weights"),
         ("two mtp modules", "pp2 pipeline_split='2,0'"),
+        ("latent attention", "tp2 pp2"),
+        ("latent keys", "tp2 pp2"),
     ],
 )
 def test_parameters_are_those_of_the_stages(model, layout):
@@ -157,6 +161,7 @@ def test_flops_are_torchs(model, dropout):
         ({}, "int8 int8_wgrad"),
         ({}, "int8 int8_wgrad int8_head full"),
         (FAMILIES["qwen3"], "int8 int8_head bf16"),
+        (LATENT, "int8 int8_wgrad"),
         ({**EXPERTS, **SHARED}, "int8"),
         ({**EXPERTS, **SHARED}, "int8 int8_wgrad"),
         ({}, "int8 int8_wgrad lora_rank=4"),
@@ -279,6 +284,9 @@ def test_parameter_flops_reproduce_the_tables():
         ("qwen3", "tp2 pp2 zero"),
         ("norms after", "tp2 pp2 sequence full"),
         ("gated delta nets", "tp2 cp2 sequence"),
+        ("latent attention", "tp2 cp2"),
+        ("latent attention", "tp2 cp2 sequence"),
+        ("latent keys", "tp2 cp2 sequence allgather"),
         ("qwen3", "tp2 pp2 sequence blocks"),
         ("layers of one part", "tp2 pp2 sequence"),
         ("two mtp modules", "tp2 pp2"),
@@ -336,6 +344,13 @@ def test_keys_that_are_passed_are_those_counted(layout):
         ("gated attention", "tp2 selective"),
         ("gated delta nets", "tp2 sequence"),
         ("gated delta nets", "cp2 selective"),
+        ("latent attention", "tp2 selective bf16"),
+        (
+            "latent attention",
+            "tp2 sequence selective recompute_modules=('core_attn','mla_up_proj')",
+        ),
+        ("latent keys", "cp2 p2p"),
+        ("latent attention", "tp2 sequence selective lora_rank=4"),
         ("geglu", "tp2 sequence"),
         ("two mtp modules", ""),
         ("two mtp modules", "tp2 bf16"),

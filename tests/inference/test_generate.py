@@ -28,7 +28,7 @@ from tests.checks.generation import (
     tokens_of,
     write_tokenizer,
 )
-from tests.llama_models import DELTA_HEADS, FAMILIES, copy_to, theirs
+from tests.llama_models import DELTA_HEADS, FAMILIES, LATENT, copy_to, theirs
 from tests.threads import ThreadWorld
 
 pytestmark = pytest.mark.parallel
@@ -338,6 +338,7 @@ def test_ranks_and_a_state_that_does_not_grow():
         },
         {"layer_types": "-,*,*-,-", "num_layers": 4, "position_embedding_type": "rope"},
         DELTA_NETS,
+        LATENT,
         {
             "normalization": "RMSNorm",
             "apply_layernorm_1p": True,

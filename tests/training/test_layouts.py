@@ -11,7 +11,7 @@ import torch
 from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.config.run_config import RunConfig
 from tests import llama_models
-from tests.checks.adapters import ADAPTED_EXPERTS, QWEN
+from tests.checks.adapters import ADAPTED_EXPERTS, LORA, QWEN
 from tests.checks.adapters import DELTA_NETS as ADAPTED_DELTA_NETS
 from tests.checks.chats import CHAT_LENGTH, PADDED_CHATS, packed, write_chats, write_random_chats
 from tests.checks.documents import RESETS
@@ -64,6 +64,7 @@ PRESETS: Presets = {
     "eight": EIGHT,
     "bf16-moments": BF16_MOMENTS,
     "delta-layers": llama_models.DELTA_NETS,
+    "latent": llama_models.LATENT,
     "experts": EXPERTS,
     "all": ALL,
     "shared": SHARED,
@@ -75,6 +76,7 @@ PRESETS: Presets = {
     "qwen": QWEN,
     "adapted-experts": ADAPTED_EXPERTS,
     "adapted-delta-nets": ADAPTED_DELTA_NETS,
+    "adapted-latent": {**llama_models.LATENT, **LORA},
     "padded-chats": PADDED_CHATS,
     "packed": packed(8),
 }

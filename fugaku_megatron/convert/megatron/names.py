@@ -42,7 +42,7 @@ def fused_norms(mixer: str | None, experts: bool = False) -> dict[str, str]:
 
     experts: the layer has experts, which have no such matmul
     """
-    first, _ = MIXERS[mixer or ATTENTION].linears
+    first, *_ = MIXERS[mixer or ATTENTION].linears
     norms = {INPUT_NORM: f"self_attention.{first}.layer_norm_"}
     if not experts:
         norms[MLP_NORM] = "mlp.linear_fc1.layer_norm_"

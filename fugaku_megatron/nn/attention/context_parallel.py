@@ -170,17 +170,17 @@ def needed(mask: AttentionMask, queries: list[range], keys: range) -> range:
 
 
 class Result:
-    """Attention of r queries to the keys so far: total (r, b, n, d) in FP32, log of the softmax sums lse (b, n, r)."""
+    """Attention of r queries to the keys so far: total (r, b, n, v) in FP32, log of the softmax sums lse (b, n, r)."""
 
     def __init__(self, r: int, b: int, call: SharedCall) -> None:
         heads = call.heads
-        self.total = torch.zeros(r, b, heads.heads, heads.head_size)
+        self.total = torch.zeros(r, b, heads.heads, heads.value_size)
         self.lse = torch.full((b, heads.heads, r), -torch.inf)
         if call.sinks is not None:
             self.lse.copy_(call.sinks.values.unsqueeze(1))
 
     def merge(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Merge the attention of `rows` to further keys: out (q, b, n d), lse (b, n, q)."""
+        """Merge the attention of `rows` to further keys: out (q, b, n v), lse (b, n, q)."""
         before = self.lse[..., rows]
         total = self.total[rows]
         after = torch.logaddexp(before, lse)
@@ -215,8 +215,8 @@ AddGradients = Callable[[Block, Tensor, Tensor], None]  # block, kv, dkv
 
 
 def keys_of(qkv: Tensor, heads: Heads) -> Tensor:
-    """Return a view (r, b, g, 2, d) of the keys and values in qkv."""
-    return qkv.view(*qkv.shape[:2], heads.groups, -1, heads.head_size)[:, :, :, -2:]
+    """Return a view (r, b, g, d + v) of the keys and values in qkv."""
+    return qkv.unflatten(2, (heads.groups, -1))[..., -heads.head_size - heads.value_size :]
 
 
 def _places(block: Block, first: int) -> slice:
@@ -224,7 +224,7 @@ def _places(block: Block, first: int) -> slice:
 
 
 class _Gathered:
-    """Allgather: kv (r, b, 2 g d) of all ranks at once."""
+    """Allgather: kv (r, b, g (d + v)) of all ranks at once."""
 
     def __init__(self, cp: Comm, call: SharedCall, kv: Tensor) -> None:
         self._cp = cp
@@ -249,7 +249,7 @@ class _Gathered:
 
 
 class _InFlight(NamedTuple):
-    """Keys in flight; kv (k, b, 2 g d) is valid after `handle.wait()`."""
+    """Keys in flight; kv (k, b, g (d + v)) is valid after `handle.wait()`."""
 
     keys: range
     kv: Tensor
@@ -257,7 +257,7 @@ class _InFlight(NamedTuple):
 
 
 class _Passed:
-    """P2P: kv (r, b, 2 g d) of one rank after another."""
+    """P2P: kv (r, b, g (d + v)) of one rank after another."""
 
     def __init__(self, cp: Comm, call: SharedCall, kv: Tensor) -> None:
         self._cp = cp
@@ -316,7 +316,7 @@ class _Passed:
         self._sent.clear()
 
     def __iter__(self) -> Iterator[tuple[Block, Tensor]]:
-        """Yield blocks with keys and values (k, b, 2 g d) as they arrive."""
+        """Yield blocks with keys and values (k, b, g (d + v)) as they arrive."""
         for _, coming in self._steps():
             for keys, kv, handle in coming:
                 handle.wait()
@@ -325,7 +325,7 @@ class _Passed:
         self._all_sent()
 
     def gradients(self, add: AddGradients) -> Tensor:
-        """Return the FP32 gradient of kv (r, b, 2 g d), in step order; blocks of own keys seen by the other own segment are last."""
+        """Return the FP32 gradient of kv (r, b, g (d + v)), in step order; blocks of own keys seen by the other own segment are last."""
         cp = self._cp
         total = torch.zeros(self._own.shape)
         returning: list[tuple[slice, Tensor, Handle]] = []
@@ -362,7 +362,7 @@ class _Passed:
 def shared_attention(
     ops: Any, qkv: Tensor, call: SharedCall, cp: Comm, cp_comm_type: str
 ) -> Tensor:
-    """Return causal attention of this rank's rows, qkv -> (r, b, n d). cp_comm_type: p2p or allgather."""
+    """Return causal attention of this rank's rows, qkv -> (r, b, n v). cp_comm_type: p2p or allgather."""
     heads = call.heads
     exchange = _Gathered if cp_comm_type == ALLGATHER else _Passed
 
@@ -383,7 +383,7 @@ def shared_attention(
             ops.add_block_gradients(call, block, whole.of_rows(block.rows), kv, dkv)
 
         dkv = exchange(cp, call, keys_of(qkv, heads).flatten(2).contiguous()).gradients(add)
-        keys_of(whole.dqkv, heads).copy_(dkv.view(*dkv.shape[:2], heads.groups, 2, heads.head_size))
+        keys_of(whole.dqkv, heads).copy_(dkv.unflatten(2, (heads.groups, -1)))
         return whole.dqkv.to(qkv.dtype)
 
     return apply_saving(forward, backward, qkv)

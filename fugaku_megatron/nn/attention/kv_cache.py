@@ -7,27 +7,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .heads import Heads
+
 
 @dataclass(frozen=True)
 class LayerCache:
-    """Keys and values (samples, g, slots, d) of one layer. Position p is in slot p mod slots, a ring for windows."""
+    """Keys (samples, g, slots, d) and values (samples, g, slots, v) of one layer. Position p is in slot p mod slots, a ring for windows."""
 
     keys: Tensor
     values: Tensor
 
     @staticmethod
-    def empty(
-        samples: int, groups: int, slots: int, head_size: int, dtype: torch.dtype
-    ) -> LayerCache:
-        keys = torch.empty(samples, groups, slots, head_size, dtype=dtype)
-        return LayerCache(keys, torch.empty_like(keys))
+    def empty(samples: int, slots: int, heads: Heads, dtype: torch.dtype) -> LayerCache:
+        shape = (samples, heads.groups, slots)
+        keys = torch.empty(*shape, heads.head_size, dtype=dtype)
+        return LayerCache(keys, torch.empty(*shape, heads.value_size, dtype=dtype))
 
     @property
     def slots(self) -> int:
         return self.keys.shape[2]
 
     def store(self, sample: int, keys: Tensor, values: Tensor) -> None:
-        """Store as many last positions of keys and values (s, g, d), from position 0, as fit."""
+        """Store as many last positions of keys (s, g, d) and values (s, g, v), from position 0, as fit."""
         kept = torch.arange(max(0, len(keys) - self.slots), len(keys))
         for cache, new in ((self.keys, keys), (self.values, values)):
             cache[sample].index_copy_(1, kept % self.slots, new[kept].transpose(0, 1))

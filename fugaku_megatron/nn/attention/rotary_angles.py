@@ -58,7 +58,7 @@ def yarn_frequencies(model: ModelConfig) -> Tensor:
     """Return YaRN's `frequencies`: waves with fewer than beta slow turns in the original positions are lengthened, waves with more than
     beta fast turns stay.
     """
-    size = model.kv_channels
+    size = model.rotary_size
     base = model.rotary_base
     powers = base ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
 

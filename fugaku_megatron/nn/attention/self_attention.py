@@ -12,6 +12,7 @@ from ...comm.grid import ALONE
 from ...config.layout import group_copies
 from ...config.parallel import A2A, P2P
 from ...config.rows import LEARNABLE, OFF_BY_ONE
+from ...config.training import CORE_ATTN
 from ...costs.attention import cache_slots
 from ..dropout_key import Dropout
 from ..forward_context import Pass
@@ -40,10 +41,10 @@ from .kv_cache import LayerCache
 from .sinks import Sinks
 
 
-class SelfAttention(nn.Module):
-    """Softmax attention between QKV and output projections, heads sharded over ranks."""
+class Attention(nn.Module):
+    """Softmax attention of given queries, keys and values with its output projection, heads sharded over ranks."""
 
-    def __init__(self, name: str, layer: int, context: Context) -> None:
+    def __init__(self, layer: int, context: Context) -> None:
         super().__init__()
         model = context.model
         self.context = context
@@ -51,26 +52,16 @@ class SelfAttention(nn.Module):
         self.kind = model.all_layer_kinds[layer - 1]
         self.cp_comm_type = context.cp_comm_type(layer)
         tp = context.tp.size
-        self.own_heads = Heads(
-            model.num_attention_heads // tp, model.query_groups // tp, model.kv_channels
-        )
+        self.own_heads = Heads.of(model, tp)
         # Ranks that share the heads in attention.
         cp = context.cp.size if self.cp_comm_type == A2A else 1
         self.group_copies = group_copies(model.query_groups // tp, cp)
-        self.heads = Heads(
-            model.num_attention_heads // (tp * cp),
-            model.query_groups * self.group_copies // (tp * cp),
-            model.kv_channels,
-        )
-        self.linear_qkv = ColumnParallelLinear(
-            f"{name}.linear_qkv", model.hidden_size, (model.qkv_width,), context, model.qkv_bias
-        )
-        self.q_layernorm: HeadNorm | None = None
-        self.k_layernorm: HeadNorm | None = None
-        if model.qk_layernorm:
-            heads = model.num_attention_heads
-            self.q_layernorm = HeadNorm(f"{name}.q_layernorm", heads, context)
-            self.k_layernorm = HeadNorm(f"{name}.k_layernorm", model.query_groups, context)
+        self.heads = Heads.of(model, tp * cp, self.group_copies)
+
+    def add_output(self, name: str) -> None:
+        """Add the sinks and the output projection."""
+        context = self.context
+        model = context.model
         self.softmax_offset = None
         if model.softmax_type == LEARNABLE:
             self.softmax_offset = context.parameter(
@@ -92,14 +83,134 @@ class SelfAttention(nn.Module):
         """Bias (h) of the projection, added with the residual."""
         return self.linear_proj.bias
 
-    @property
-    def projections(self) -> tuple[nn.Module, nn.Module]:
-        return self.linear_qkv, self.linear_proj
-
     def empty_cache(self, samples: int, positions: int, dtype: torch.dtype) -> LayerCache:
-        slots = cache_slots(self.kind, positions)
-        groups = self.own_heads.groups
-        return LayerCache.empty(samples, groups, slots, self.own_heads.head_size, dtype)
+        return LayerCache.empty(samples, cache_slots(self.kind, positions), self.own_heads, dtype)
+
+    def apply_rotary(self, qkv: Tensor, angles: Angles | None, positions: Tensor | None) -> Tensor:
+        """Return qkv as `attend` needs it, if `ModelConfig.uses_rotary`."""
+        raise NotImplementedError
+
+    def attend(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
+        """Return attention without projections, qkv -> (s, b, n v). Selective recompute reruns it."""
+        if self.context.cp.size > 1 and self.cp_comm_type != A2A:
+            return self._between_ranks(qkv, forward_pass)
+        model = self.context.model
+        ops = self.context.ops
+        tp = self.context.tp
+        cp = self.context.cp
+        qkv = to_heads(copy_groups(qkv, self.own_heads, self.group_copies), cp)  # whole sequence
+        first_head = (tp.rank * cp.size + cp.rank) * self.heads.heads
+        softcap = model.attn_logit_softcapping
+        dropped = self._dropped(first_head * qkv.shape[0], forward_pass)
+        starts = forward_pass.documents.starts
+        attention = partial(
+            ops.attention,
+            heads=self.heads,
+            dropped=dropped,
+            window=self.kind.window,
+            starts=starts,
+        )
+        sinks = self._sinks()
+        if softcap is not None or sinks is not None:
+            mask = AttentionMask(len(qkv), self.kind.window, starts)
+            call = SharedCall(self.heads, mask, dropped, softcap, sinks)
+            attention = partial(self._alone, call=call)
+        if model.uses_rotary(self.kind):
+            qkv = self.apply_rotary(qkv, *self._angles(len(qkv), forward_pass))
+        if forward_pass.rows is not None:
+            return forward_pass.rows.attend(
+                ops, self.layer, qkv, self.heads, attention, softcap, sinks
+            )
+        return to_rows(attention(qkv), cp)
+
+    def _sinks(self) -> Sinks | None:
+        """Return the sinks of the heads that `attend` computes."""
+        heads = self.heads.heads
+        if self.softmax_offset is not None:
+            first = self.context.cp.rank * heads if self.cp_comm_type == A2A else 0
+            return Sinks.of(self.softmax_offset, slice(first, first + heads))
+        if self.context.model.softmax_type == OFF_BY_ONE:
+            return Sinks(torch.zeros(heads))
+        return None
+
+    def _alone(self, qkv: Tensor, call: SharedCall) -> Tensor:
+        """Attend as one of no ranks that share the sequence."""
+        call = call._replace(mask=replace(call.mask, length=len(qkv)))
+        return self.context.ops.shared_attention(qkv, call, ALONE, P2P)
+
+    def _dropped(self, row0: int, forward_pass: Pass) -> Dropout:
+        context = self.context
+        key = DropoutKey(
+            context.seed,
+            dropout_stream(self.layer, "attention"),
+            forward_pass.first_sample,
+            sample_dim=0,
+            row0=row0,
+        )
+        return Dropout(context.model.attention_dropout if forward_pass.training else 0.0, key)
+
+    def _angles(self, length: int, forward_pass: Pass) -> tuple[Angles | None, Tensor | None]:
+        documents = forward_pass.documents
+        rows = forward_pass.rows
+        rope = self.kind.rope
+        if rope is None:
+            return None, None
+        if rows is not None:
+            return rows.angles[rope], None
+        by_length = documents.angles(self.context.model.ropes[rope])
+        return by_length or (self.context.angles(length, rope), documents.positions)
+
+    def own_angles(self, x: Tensor, forward_pass: Pass) -> tuple[Angles | None, Tensor | None]:
+        """Return the angles of this context-parallel rank's rows, and the places of x (r, b, ...) in them."""
+        cp = self.context.cp
+        angles, places = self._angles(len(x) * cp.size, forward_pass)
+        if cp.size == 1:
+            return angles, places
+        own = positions(own_segments(len(x), cp))
+        own_places = (
+            own.int().unsqueeze(1).expand(-1, x.shape[1]) if places is None else places[own]
+        )
+        return angles, own_places.contiguous()
+
+    def _between_ranks(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
+        model = self.context.model
+        context = self.context
+        documents = forward_pass.documents
+        s = len(qkv) * context.cp.size
+        if model.uses_rotary(self.kind):
+            qkv = self.apply_rotary(qkv, *self.own_angles(qkv, forward_pass))
+        call = SharedCall(
+            self.heads,
+            AttentionMask(s, self.kind.window, documents.starts),
+            self._dropped(context.tp.rank * self.heads.heads * s, forward_pass),
+            model.attn_logit_softcapping,
+            self._sinks(),
+        )
+        return context.ops.shared_attention(qkv, call, context.cp, self.cp_comm_type)
+
+    def attend_or_recompute(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
+        """Return attention, which selective recompute repeats in backward."""
+        if self.context.recomputes(CORE_ATTN, qkv, forward_pass):
+            return recompute(self.attend, qkv, forward_pass)
+        return self.attend(qkv, forward_pass)
+
+
+class SelfAttention(Attention):
+    """Attention whose queries, keys and values are one projection."""
+
+    def __init__(self, name: str, layer: int, context: Context) -> None:
+        super().__init__(layer, context)
+        model = context.model
+        self.linear_qkv = ColumnParallelLinear(
+            f"{name}.linear_qkv", model.hidden_size, (model.qkv_width,), context, model.qkv_bias
+        )
+        self.q_layernorm: HeadNorm | None = None
+        self.k_layernorm: HeadNorm | None = None
+        if model.qk_layernorm:
+            heads = model.num_attention_heads
+            self.q_layernorm = HeadNorm(f"{name}.q_layernorm", heads, context)
+            self.k_layernorm = HeadNorm(f"{name}.k_layernorm", model.query_groups, context)
+        self.add_output(name)
 
     def apply_rotary(self, qkv: Tensor, angles: Angles | None, positions: Tensor | None) -> Tensor:
         """Normalize and rotate the queries and keys of qkv.
@@ -143,106 +254,13 @@ class SelfAttention(nn.Module):
             normed.append(y.view(part.shape))
         return torch.cat((*normed, values), 3).view(qkv.shape)
 
-    def attend(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
-        """Return attention without projections, qkv -> (s, b, n d). Selective recompute reruns it."""
-        if self.context.cp.size > 1 and self.cp_comm_type != A2A:
-            return self._between_ranks(qkv, forward_pass)
-        model = self.context.model
-        ops = self.context.ops
-        tp = self.context.tp
-        cp = self.context.cp
-        qkv = to_heads(copy_groups(qkv, self.own_heads, self.group_copies), cp)  # whole sequence
-        first_head = (tp.rank * cp.size + cp.rank) * self.heads.heads
-        softcap = model.attn_logit_softcapping
-        dropped = self._dropped(first_head * qkv.shape[0], forward_pass)
-        starts = forward_pass.documents.starts
-        attention = partial(
-            ops.attention,
-            heads=self.heads,
-            dropped=dropped,
-            window=self.kind.window,
-            starts=starts,
-        )
-        sinks = self._sinks()
-        if softcap is not None or sinks is not None:
-            mask = AttentionMask(len(qkv), self.kind.window, starts)
-            call = SharedCall(self.heads, mask, dropped, softcap, sinks)
-            attention = partial(self._alone, call=call)
-        if model.uses_rotary(self.kind):
-            qkv = self.apply_rotary(qkv, *self._angles(len(qkv), forward_pass))
-        if forward_pass.rows is not None:
-            return forward_pass.rows.attend(ops, self.layer, qkv, attention, softcap, sinks)
-        return to_rows(attention(qkv), cp)
-
-    def _sinks(self) -> Sinks | None:
-        """Return the sinks of the heads that `attend` computes."""
-        heads = self.heads.heads
-        if self.softmax_offset is not None:
-            first = self.context.cp.rank * heads if self.cp_comm_type == A2A else 0
-            return Sinks.of(self.softmax_offset, slice(first, first + heads))
-        if self.context.model.softmax_type == OFF_BY_ONE:
-            return Sinks(torch.zeros(heads))
-        return None
-
-    def _alone(self, qkv: Tensor, call: SharedCall) -> Tensor:
-        """Attend as one of no ranks that share the sequence."""
-        call = call._replace(mask=replace(call.mask, length=len(qkv)))
-        return self.context.ops.shared_attention(qkv, call, ALONE, P2P)
-
-    def _dropped(self, row0: int, forward_pass: Pass) -> Dropout:
-        context = self.context
-        key = DropoutKey(
-            context.seed,
-            dropout_stream(self.layer, "attention"),
-            forward_pass.first_sample,
-            sample_dim=0,
-            row0=row0,
-        )
-        return Dropout(context.model.attention_dropout if forward_pass.training else 0.0, key)
-
-    def _angles(self, length: int, forward_pass: Pass) -> tuple[Angles | None, Tensor | None]:
-        documents = forward_pass.documents
-        rows = forward_pass.rows
-        rope = self.kind.rope
-        if rope is None:
-            return None, None
-        if rows is not None:
-            return rows.angles[rope], None
-        by_length = documents.angles(self.context.model.ropes[rope])
-        return by_length or (self.context.angles(length, rope), documents.positions)
-
-    def _between_ranks(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
-        model = self.context.model
-        context = self.context
-        documents = forward_pass.documents
-        s = len(qkv) * context.cp.size
-        own = positions(own_segments(len(qkv), context.cp))
-        if model.uses_rotary(self.kind):
-            angles, places = self._angles(s, forward_pass)
-            own_places = (
-                own.int().unsqueeze(1).expand(-1, qkv.shape[1]) if places is None else places[own]
-            )
-            qkv = self.apply_rotary(qkv, angles, own_places.contiguous())
-        call = SharedCall(
-            self.heads,
-            AttentionMask(s, self.kind.window, documents.starts),
-            self._dropped(context.tp.rank * self.heads.heads * s, forward_pass),
-            model.attn_logit_softcapping,
-            self._sinks(),
-        )
-        return context.ops.shared_attention(qkv, call, context.cp, self.cp_comm_type)
-
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """Attend, (s, b, h) -> (s, b, h), without the projection's bias."""
         qkv = self.linear_qkv(x, forward_pass)  # (s, b, g (n/g + 2) d)
         gates = None
         if self.context.model.attention_output_gate:
             qkv, gates = split_gate(qkv, self.own_heads)
-        # Below the lowest adapter there is no backward.
-        if forward_pass.recompute == "selective" and qkv.requires_grad:
-            context = recompute(self.attend, qkv, forward_pass)
-        else:
-            context = self.attend(qkv, forward_pass)
+        context = self.attend_or_recompute(qkv, forward_pass)
         if gates is not None:
             context = gated(context, gates)
         projected: Tensor = self.linear_proj(context, forward_pass)

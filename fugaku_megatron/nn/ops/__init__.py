@@ -33,6 +33,7 @@ from . import (
 from . import attention as _attention
 from . import dropout as _dropout
 from . import embedding as _embedding
+from . import latent_qkv as _latent_qkv
 from . import mlp as _mlp
 from . import rotary as _rotary
 from .backend import BACKENDS, FAMILIES, Backend
@@ -130,6 +131,7 @@ class Ops(Backend):
     bias_dropout_add_rms_norm = norm.bias_dropout_add_rms_norm
     bias_dropout_add = _dropout.bias_dropout_add
     rotary = _rotary.rotary
+    latent_qkv = _latent_qkv.latent_qkv
     dropout = _dropout.dropout
 
     embedding = _embedding.embedding

@@ -43,7 +43,7 @@ def attention(
     window: token i attends to tokens j with i - window < j <= i.
     starts: see `PackedDocuments`.
     """
-    if ops.is_native("attention"):
+    if ops.is_native("attention") and heads.scale is None:
         mask = {"window": window, "starts": starts}
         return _native_attention(ops.kernels, qkv, heads, dropped, mask)
     drop = partial(dropout, ops, dropped=dropped) if dropped.p else None
@@ -59,7 +59,7 @@ def _native_attention(
 
     def forward() -> tuple[Tensor, Saved]:
         rows = qkv.contiguous()
-        out = rows.new_empty(s, b, heads.heads * heads.head_size)
+        out = rows.new_empty(s, b, heads.context_width)
         lse = rows.new_empty(b, heads.heads, s, dtype=torch.float32)
         kernels.attention_forward(rows, out, lse, *drop, **mask)
         return out, (rows, out, lse)
@@ -90,10 +90,9 @@ def _torch_attention(
     starts: Tensor | None,
 ) -> Tensor:
     s, b, _ = qkv.shape
-    d = heads.head_size
     queries, keys, values = (
         x.permute(1, 2, 3, 0, 4).flatten(1, 2) for x in heads.split(qkv)
-    )  # (b, n or g, s, d)
+    )  # (b, n or g, s, d or v)
     visible = _visible_keys(s, window, starts)
     if drop is None:
         context = F.scaled_dot_product_attention(
@@ -102,50 +101,60 @@ def _torch_attention(
             values,
             attn_mask=visible,
             is_causal=visible is None,
+            scale=heads.scale,
             enable_gqa=heads.groups < heads.heads,
-        )  # (b, n, s, d)
+        )  # (b, n, s, v)
         return context.permute(2, 0, 1, 3).reshape(s, b, -1)
     hidden = torch.ones(s, s, dtype=torch.bool).triu(1) if visible is None else ~visible
     # The queries of a group are stacked, (b, g, n/g s, d), so that no key or value is repeated.
     stacked = queries.unflatten(1, (heads.groups, -1)).flatten(2, 3)
-    scores = torch.matmul(stacked, keys.transpose(-1, -2)).reshape(b, heads.heads, s, s) * d**-0.5
+    scores = torch.matmul(stacked, keys.transpose(-1, -2)).reshape(b, heads.heads, s, s)
+    scores = scores * heads.score_scale
     probabilities = drop(torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1))
     context = torch.matmul(probabilities.view(b, heads.groups, -1, s), values)
-    return context.reshape(b, heads.heads, s, d).permute(2, 0, 1, 3).reshape(s, b, -1)
+    return context.reshape(b, heads.heads, s, -1).permute(2, 0, 1, 3).reshape(s, b, -1)
 
 
 def cached_attention(
     ops: Backend,
     qkv: Tensor,
+    heads: Heads,
     cache: LayerCache,
     rows: CachedRows,
     softcap: float | None = None,
     sinks: Sinks | None = None,
 ) -> Tensor:
-    """Store the keys and values of one new token per sample, and attend, qkv (r, 1, ...) -> (r, 1, n d). Nothing is saved.
+    """Store the keys and values of one new token per sample, and attend, qkv (r, 1, ...) -> (r, 1, n v). Nothing is saved.
 
     softcap: see --attn-logit-softcapping. sinks: see --softmax-type
     """
     keys = cache.keys
     values = cache.values
     samples, positions = rows
-    _, groups, slots, d = keys.shape
-    if ops.is_native("attention") and softcap is None and sinks is None:
-        out = qkv.new_empty(len(qkv), qkv.shape[-1] - 2 * groups * d)
+    groups = heads.groups
+    slots = cache.slots
+    if ops.is_native("attention") and softcap is None and sinks is None and heads.scale is None:
+        out = qkv.new_empty(len(qkv), heads.context_width)
         ops.kernels.attention_decode(as_rows(qkv), keys, values, samples, positions, out)
         return out.unsqueeze(1)
     context = []
-    heads = qkv.view(len(qkv), groups, -1, d)
-    for row, sample, position in zip(heads, samples.tolist(), positions.tolist(), strict=True):
-        keys[sample, :, position % slots] = row[:, -2]
-        values[sample, :, position % slots] = row[:, -1]
+    new = (part[:, 0] for part in heads.split(qkv))
+    for query, key, value, sample, position in zip(
+        *new, samples.tolist(), positions.tolist(), strict=True
+    ):
+        keys[sample, :, position % slots] = key[:, 0]
+        values[sample, :, position % slots] = value[:, 0]
         stored = slice(sample, sample + 1), slice(None), slice(min(position + 1, slots))
         # (1, g, n / g, d): a group's queries are the rows of attention, so that nothing is repeated.
-        queries = row[None, :, :-2]
+        queries = query.unsqueeze(0)
         if softcap is None and sinks is None:
-            context.append(F.scaled_dot_product_attention(queries, keys[stored], values[stored]))
+            context.append(
+                F.scaled_dot_product_attention(
+                    queries, keys[stored], values[stored], scale=heads.scale
+                )
+            )
             continue
-        scores = queries.float() @ keys[stored].float().transpose(-1, -2) * d**-0.5
+        scores = queries.float() @ keys[stored].float().transpose(-1, -2) * heads.score_scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         if sinks is not None:

@@ -17,14 +17,14 @@ from .dropout import dropout
 def attend_block(
     ops: Backend, call: SharedCall, block: Block, qkv: Tensor, kv: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return (context (q, b, n d), log of the softmax sums (b, n, q)) of a block.
+    """Return (context (q, b, n v), log of the softmax sums (b, n, q)) of a block.
 
-    kv: (k, b, 2 g d)
+    kv: (k, b, g (d + v))
     """
     heads = call.heads
     q, b, _ = qkv.shape
-    if ops.is_native("attention") and call.softcap is None:
-        out = qkv.new_empty(q, b, heads.heads * heads.head_size)
+    if _is_native(ops, call):
+        out = qkv.new_empty(q, b, heads.context_width)
         lse = qkv.new_empty(b, heads.heads, q, dtype=torch.float32)
         ops.kernels.attention_part_forward(qkv, kv, out, lse, *_block_arguments(call, block))
         return out, lse
@@ -45,7 +45,7 @@ def add_block_gradients(
 ) -> None:
     """Add a block's gradients to `gradients.dqkv` and dkv, in FP32."""
     qkv, out, lse, dout, dqkv = gradients
-    if ops.is_native("attention") and call.softcap is None:
+    if _is_native(ops, call):
         ops.kernels.attention_part_backward(
             qkv, kv, out, lse, dout, dqkv, dkv, *_block_arguments(call, block)
         )
@@ -54,13 +54,11 @@ def add_block_gradients(
     scores, queries, keys, values = _block_scores(call, block, qkv, kv)
     grad, context = (
         x.float().unflatten(2, (heads.heads, -1)).permute(1, 2, 0, 3) for x in (dout, out)
-    )  # (b, n, q, d)
+    )  # (b, n, q, v)
     probabilities = torch.exp(scores - lse.unsqueeze(-1))
     mask = _block_dropout(ops, call, block, len(scores))
     delta = (grad * context).sum(-1, keepdim=True)
-    dscores = (
-        probabilities * (grad @ values.transpose(-1, -2) * mask - delta) * heads.head_size**-0.5
-    )
+    dscores = probabilities * (grad @ values.transpose(-1, -2) * mask - delta) * heads.score_scale
     if call.softcap is not None:
         capped = scores.masked_fill(probabilities == 0, 0.0) / call.softcap
         dscores *= 1 - capped.square()
@@ -68,8 +66,14 @@ def add_block_gradients(
     heads.split(dqkv)[0].add_(dqueries.permute(3, 0, 1, 2, 4))  # (q, b, g, n/g, d)
     dkeys = dscores.transpose(-1, -2) @ queries
     dvalues = (probabilities * mask).transpose(-1, -2) @ grad
-    both = torch.stack((dkeys, dvalues))  # (2, b, n, k, d)
-    dkv.add_(both.unflatten(2, (heads.groups, -1)).sum(3).permute(3, 1, 2, 0, 4).reshape(dkv.shape))
+    for total, part in zip(heads.split_keys(dkv), (dkeys, dvalues), strict=True):
+        total.add_(
+            part.unflatten(1, (heads.groups, -1)).sum(2).permute(2, 0, 1, 3)
+        )  # (k, b, g, ...)
+
+
+def _is_native(ops: Backend, call: SharedCall) -> bool:
+    return ops.is_native("attention") and call.softcap is None and call.heads.scale is None
 
 
 def _block_arguments(call: SharedCall, block: Block) -> tuple[Any, ...]:
@@ -95,10 +99,10 @@ def _block_scores(
     heads = call.heads
     mask = call.mask
     queries = heads.split(qkv)[0].permute(1, 2, 3, 0, 4).flatten(1, 2).float()
-    shape = (*kv.shape[:2], heads.groups, 2, heads.head_size)
     keys, values = (
-        kv.view(shape).permute(3, 1, 2, 0, 4).repeat_interleave(heads.queries_per_group, 2).float()
-    )
+        part.permute(1, 2, 0, 3).repeat_interleave(heads.queries_per_group, 1).float()
+        for part in heads.split_keys(kv)
+    )  # (b, n, k, d or v)
     query = torch.arange(block.queries.start, block.queries.stop)
     key = torch.arange(block.keys.start, block.keys.stop)
     distance = query.unsqueeze(1) - key
@@ -106,7 +110,7 @@ def _block_scores(
     visible = visible.expand(qkv.shape[1], -1, -1)
     if mask.starts is not None:
         visible = visible & (key >= mask.starts[:, query].unsqueeze(-1))
-    scores = (queries @ keys.transpose(-1, -2)) * heads.head_size**-0.5
+    scores = (queries @ keys.transpose(-1, -2)) * heads.score_scale
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     return scores.masked_fill(~visible.unsqueeze(1), -torch.inf), queries, keys, values

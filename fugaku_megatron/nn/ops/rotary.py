@@ -40,21 +40,35 @@ class Rotary(NamedTuple):
 
 def rotary(ops: Backend, qkv: Tensor, call: Rotary) -> Tensor:
     """Rotate queries and keys of qkv, after the norm if `call.norm` is given."""
-    if not ops.is_native("rowwise"):
-        return _torch_rotary(qkv, call)
+    norm = call.norm
+    if norm is None:
+        return apply_conjugates(
+            lambda x: rotate(ops, x, call), lambda dout: rotate(ops, dout, call, inverse=True), qkv
+        )
+    if ops.is_native("rowwise"):
+        return _native_rotary_norm(ops.kernels, qkv, _of_rows(call, qkv), norm)
+    return _torch_rotary_norm(qkv, call, norm)
+
+
+def rotate(ops: Backend, qkv: Tensor, call: Rotary, inverse: bool = False) -> Tensor:
+    """Return qkv with its queries and keys rotated, or rotated back, without autograd."""
+    if ops.is_native("rowwise"):
+        return _native_rotated(ops.kernels, qkv, _of_rows(call, qkv), inverse)
+    out = qkv.clone(memory_format=torch.contiguous_format)
+    for part in call.heads.split(out)[:2]:
+        part.copy_(_rotated(part, call, inverse))
+    return out
+
+
+def _of_rows(call: Rotary, qkv: Tensor) -> Rotary:
+    """Return a call with the angles that the kernels take for qkv."""
     if call.angles is None:
         empty = qkv.new_empty(2, len(qkv), 0, dtype=torch.float32)
-        call = call._replace(angles=(empty[0], empty[1]), positions=None)
-    elif call.positions is None:
-        cosines, sines = call.angles
-        call = call._replace(angles=(cosines[: len(qkv)], sines[: len(qkv)]))
-    if call.norm is not None:
-        return _native_rotary_norm(ops.kernels, qkv, call, call.norm)
-    return apply_conjugates(
-        lambda x: _native_rotated(ops.kernels, x, call, inverse=False),
-        lambda dout: _native_rotated(ops.kernels, dout, call, inverse=True),
-        qkv,
-    )
+        return call._replace(angles=(empty[0], empty[1]), positions=None)
+    if call.positions is not None:
+        return call
+    cosines, sines = call.angles
+    return call._replace(angles=(cosines[: len(qkv)], sines[: len(qkv)]))
 
 
 def _heads(qkv: Tensor, call: Rotary) -> Tensor:
@@ -120,33 +134,24 @@ def _native_rotary_norm(kernels: Any, qkv: Tensor, call: Rotary, norm: HeadNorms
     return apply_saving(forward, backward, qkv)
 
 
-def _torch_rotary(qkv: Tensor, call: Rotary) -> Tensor:
-    norm = call.norm
-
+def _torch_rotary_norm(qkv: Tensor, call: Rotary, norm: HeadNorms) -> Tensor:
     def forward() -> tuple[Tensor, Saved]:
         x = qkv.contiguous()
         out = x.clone()
-        queries, keys, _ = call.heads.split(out)
-        if norm is not None:
-            queries.copy_(normalized(queries, norm.q_weight, norm.epsilon)[0])
-            keys.copy_(normalized(keys, norm.k_weight, norm.epsilon)[0])
-        for part in (queries, keys):
-            part.copy_(_rotated(part, call))
-        return out, (() if norm is None else (x,))
+        for part, weight in zip(call.heads.split(out)[:2], norm[:2], strict=True):
+            part.copy_(_rotated(normalized(part, weight, norm.epsilon)[0], call))
+        return out, (x,)
 
-    def backward(dout: Tensor, *saved: Tensor) -> Tensor:
+    def backward(dout: Tensor, saved: Tensor) -> Tensor:
         dqkv = dout.clone(memory_format=torch.contiguous_format)
         gradients = call.heads.split(dqkv)[:2]
-        for dy in gradients:
-            dy.copy_(_rotated(dy, call, inverse=True))
-        if norm is not None:
-            inputs = call.heads.split(saved[0])[:2]
-            for dy, x, weight in zip(gradients, inputs, norm[:2], strict=True):
-                # The root mean squares are cheaper to recompute than to save.
-                _, rstd = normalized(x, weight, norm.epsilon)
-                dx, dweight = norm_gradients(dy, x, rstd, weight)
-                accumulate(weight, dweight)
-                dy.copy_(dx)
+        inputs = call.heads.split(saved)[:2]
+        for dy, x, weight in zip(gradients, inputs, norm[:2], strict=True):
+            # The root mean squares are cheaper to recompute than to save.
+            _, rstd = normalized(x, weight, norm.epsilon)
+            dx, dweight = norm_gradients(_rotated(dy, call, inverse=True), x, rstd, weight)
+            accumulate(weight, dweight)
+            dy.copy_(dx)
         return dqkv
 
     return apply_saving(forward, backward, qkv)

@@ -1,0 +1,145 @@
+"""Costs of multi-head latent attention.
+
+Legend: h hidden, n heads with d elements of a query or key, of which r are rotated, and v of a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config.layer_kinds import KV_DOWN, KV_UP, PROJ, Q_DOWN, Q_PROJ, Q_UP, LayerKind, replicated
+from ..config.model import ModelConfig
+from ..config.parallel import A2A
+from ..config.run_config import RunConfig
+from ..config.training import MLA_UP_PROJ
+from .attention import AttentionCosts, attention_record, output_vectors
+from .mixers import Elementwise, Segments, Shapes
+from .records import Collective, Collectives, MatmulCollectives, Record, Records, all_reduce, linear
+from .sizes import FP32_BYTES, context_bytes, qkv_bytes
+
+
+class LatentAttentionCosts(AttentionCosts):
+    """Costs of latent attention with its projections to and from narrow vectors."""
+
+    def records(self, run: RunConfig, cp_comm_type: str, kind: LayerKind | None) -> Records:
+        """Return the projections, norms and rotation, attention and the output projection."""
+        model = run.model
+        h = model.hidden_size
+        rows = run.tokens_per_microbatch
+        bias = 0 if model.disable_bias_linear else h
+        return (
+            *_queries(run, self.shapes(model)),
+            *_narrow(run, KV_DOWN, model.kv_lora_rank + model.qk_pos_emb_head_dim, saved_bytes=0),
+            *_widened(run, "kv_layernorm", KV_UP, self.shapes(model)[KV_UP]),
+            _rotation(run),
+            attention_record(run, cp_comm_type, kind),
+            MatmulCollectives.from_run(run).row(
+                PROJ, (rows, h, model.context_width // run.tp), bias=bias, replicated=bias
+            ),
+        )
+
+    def shapes(self, model: ModelConfig) -> Shapes:
+        h = model.hidden_size
+        n = model.num_attention_heads
+        of_queries = n * model.kv_channels
+        found: Shapes = {Q_PROJ: (of_queries, h)}
+        if model.q_lora_rank is not None:
+            found = {Q_DOWN: (model.q_lora_rank, h), Q_UP: (of_queries, model.q_lora_rank)}
+        return {
+            **found,
+            KV_DOWN: (model.kv_lora_rank + model.qk_pos_emb_head_dim, h),
+            KV_UP: (n * (model.qk_head_dim + model.v_head_dim), model.kv_lora_rank),
+            PROJ: (h, model.context_width),
+        }
+
+    def elementwise(self, run: RunConfig, sizes: Mapping[str, int], kind: LayerKind) -> Elementwise:
+        """Return the copies into the layout of attention's kernels, and the rotation of a part of each head."""
+        model = run.model
+        rotated = sizes["qkv"] * model.qk_pos_emb_head_dim * run.model.num_attention_heads
+        rotated //= model.qkv_width
+        moved = 2.0 * sizes["qkv"] + 6.0 * rotated
+        return Elementwise(moved, 8, ((sizes["qkv"], 1), (rotated, 2)))
+
+    def recomputed_bytes(self, run: RunConfig, kind: LayerKind) -> int:
+        """Return the bytes of attention and of its operands; the keys' rotated part is kept, before heads are exchanged."""
+        saved = super().recomputed_bytes(run, kind)
+        exchanges_heads = run.parallel.context_parallel_size > 1 and run.typical_cp_comm_type == A2A
+        if exchanges_heads or not run.training.recomputes(MLA_UP_PROJ):
+            return saved
+        shared = run.tokens_per_microbatch * run.model.qk_pos_emb_head_dim * run.element_bytes
+        return saved + qkv_bytes(run) - shared
+
+    def weight_input_bytes(self, run: RunConfig) -> int:
+        """Return the inputs and output gradients of all projections; the first ones share their input."""
+        model = run.model
+        rows = run.tokens_per_microbatch * run.element_bytes
+        own = rows // run.sequence_shards
+        kept = run.activation_bytes + context_bytes(run)
+        kept += run.residual_bytes if model.q_lora_rank is not None else run.activation_bytes
+        for name, (outputs, inputs) in self.shapes(model).items():
+            if name in replicated():
+                kept += own * outputs
+            elif name != PROJ:
+                kept += rows * outputs // run.tp
+                kept += rows * inputs if name != Q_PROJ else 0
+        return kept
+
+    def vectors(self, run: RunConfig) -> Segments:
+        """Return the segments of norms of narrow vectors, sinks and the bias."""
+        model = run.model
+        found: Segments = []
+        if model.qk_layernorm:
+            for width in (model.q_lora_rank, model.kv_lora_rank):
+                if width is not None:
+                    found.append((model.norm.vectors, width))
+        return found + output_vectors(run)
+
+
+def _queries(run: RunConfig, shapes: Shapes) -> Records:
+    if Q_PROJ in shapes:
+        outputs, inputs = shapes[Q_PROJ]
+        gemm = (run.tokens_per_microbatch, outputs // run.tp, inputs)
+        around = MatmulCollectives.from_run(run)
+        return (around.column(Q_PROJ, gemm, saved_bytes=run.residual_bytes),)
+    outputs, _ = shapes[Q_DOWN]
+    return (
+        *_narrow(run, Q_DOWN, outputs, run.residual_bytes),
+        *_widened(run, "q_layernorm", Q_UP, shapes[Q_UP]),
+    )
+
+
+def _narrow(run: RunConfig, name: str, outputs: int, saved_bytes: int) -> Records:
+    """Return a projection on every tensor-parallel rank, of the rank's rows."""
+    h = run.model.hidden_size
+    rows = run.tokens_per_microbatch // run.sequence_shards
+    return (linear(name, (rows, outputs, h), saved_bytes=saved_bytes, replicated=outputs * h),)
+
+
+def _widened(run: RunConfig, norm: str, name: str, shape: tuple[int, int]) -> Records:
+    """Return the norm of a narrow vector, and the projection from it to this rank's heads."""
+    outputs, width = shape
+    rows = run.tokens_per_microbatch
+    own = rows // run.sequence_shards
+    around = MatmulCollectives.from_run(run, rows * width * run.element_bytes)
+    saved = own * width * run.element_bytes
+    up = around.column(name, (rows, outputs // run.tp, width), saved_bytes=saved)
+    if not run.model.qk_layernorm:
+        return (up,)
+    part = run.model.norm
+    weights = part.vectors * width
+    statistics = own * part.statistics * FP32_BYTES
+    normed = Record(
+        name=norm, parameters=weights, replicated=weights, saved_bytes=saved + statistics
+    )
+    return normed, up
+
+
+def _rotation(run: RunConfig) -> Record:
+    """Return the rotation with the exchange of the keys' rotated part, which all heads share."""
+    bytes = run.tokens_per_microbatch * run.model.qk_pos_emb_head_dim * run.element_bytes
+    if run.sequence_shards == 1:
+        return Record(name="rotary", backward=all_reduce(bytes, run.tp))
+    forward: Collectives = (Collective("all_gather", "tp", bytes // run.tp),)
+    return Record(
+        name="rotary", forward=forward, backward=(Collective("reduce_scatter", "tp", bytes),)
+    )

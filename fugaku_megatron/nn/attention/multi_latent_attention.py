@@ -1,0 +1,107 @@
+"""Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", arXiv:2405.04434, section 2.1).
+
+Modules, names and shapes are those of megatron/core/transformer/multi_latent_attention.py of Megatron-LM. The projections to narrow
+vectors are on every tensor-parallel rank, and the projections from them are divided by heads.
+n heads of this rank, d elements of a query or key, of which r are rotated, v elements of a value.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pkgutil import resolve_name
+
+from torch import Tensor, nn
+
+from ...config.training import MLA_UP_PROJ
+from ..backward import rebuilt
+from ..forward_context import Pass
+from ..layers import ColumnParallelLinear, Context, Norm, ReplicatedLinear
+from ..ops.rotary import Rotary
+from .heads import Heads
+from .self_attention import Attention
+
+
+class MultiLatentAttention(Attention):
+    """Attention whose keys and values are computed from `kv_lora_rank` numbers of a token."""
+
+    def __init__(self, name: str, layer: int, context: Context) -> None:
+        super().__init__(layer, context)
+        model = context.model
+        h = model.hidden_size
+        n = model.num_attention_heads
+        of_queries = n * model.kv_channels
+        self.q_layernorm: Norm | None = None
+        self.kv_layernorm: Norm | None = None
+        if model.q_lora_rank is None:
+            self.linear_q_proj = self._up(f"{name}.linear_q_proj", h, of_queries)
+        else:
+            rank = model.q_lora_rank
+            self.linear_q_down_proj = ReplicatedLinear(
+                f"{name}.linear_q_down_proj", h, rank, context
+            )
+            self.q_layernorm = self._norm(f"{name}.q_layernorm", rank)
+            self.linear_q_up_proj = self._up(f"{name}.linear_q_up_proj", rank, of_queries)
+        rank = model.kv_lora_rank
+        self.linear_kv_down_proj = ReplicatedLinear(
+            f"{name}.linear_kv_down_proj", h, rank + model.qk_pos_emb_head_dim, context
+        )
+        self.kv_layernorm = self._norm(f"{name}.kv_layernorm", rank)
+        of_keys_and_values = n * (model.qk_head_dim + model.v_head_dim)
+        self.linear_kv_up_proj = self._up(f"{name}.linear_kv_up_proj", rank, of_keys_and_values)
+        self.add_output(name)
+
+    def _up(self, name: str, inputs: int, outputs: int) -> ColumnParallelLinear:
+        return ColumnParallelLinear(name, inputs, (outputs,), self.context, bias=False)
+
+    def _norm(self, name: str, width: int) -> Norm | None:
+        if not self.context.model.qk_layernorm:
+            return None
+        layer: type[nn.Module] = resolve_name(self.context.model.norm.layer)
+        norm: Norm = layer(name, self.context, width)
+        return norm
+
+    def _narrow_queries(self, x: Tensor, forward_pass: Pass) -> Tensor:
+        """Return the input (s, b, ...) of the queries' projection to heads."""
+        if self.context.model.q_lora_rank is None:
+            return x
+        narrow: Tensor = self.linear_q_down_proj(x, forward_pass)
+        return narrow if self.q_layernorm is None else self.q_layernorm(narrow)
+
+    def _narrow_keys(self, x: Tensor, forward_pass: Pass) -> tuple[Tensor, Tensor]:
+        """Return the input (s, b, kv_lora_rank) of the projection to keys and values, and the rotated part (whole s, b, r) of keys."""
+        model = self.context.model
+        down = self.linear_kv_down_proj(x, forward_pass)
+        narrow, shared_key = down.split((model.kv_lora_rank, model.qk_pos_emb_head_dim), -1)
+        narrow = narrow.contiguous()
+        if self.kv_layernorm is not None:
+            narrow = self.kv_layernorm(narrow)
+        return narrow, self.context.whole_sequence(shared_key)
+
+    def _to_heads(
+        self, of_queries: Tensor, of_keys: Tensor, shared_key: Tensor, forward_pass: Pass
+    ) -> Tensor:
+        """Return rotated queries, keys and values as in `Heads`, (s, b, n (2 d + v))."""
+        has_rank = self.context.model.q_lora_rank is not None
+        project = self.linear_q_up_proj if has_rank else self.linear_q_proj
+        queries = project(of_queries, forward_pass)
+        keys_values = self.linear_kv_up_proj(of_keys, forward_pass)
+        angles, places = self.own_angles(shared_key, forward_pass)
+        heads = self.own_heads
+        rotated = Heads(heads.heads, 1, shared_key.shape[-1])
+        # Megatron-LM rotates pairs of neighbours here, whatever --rotary-interleaved says.
+        call = Rotary(angles, rotated, interleaved=True, positions=places)
+        return self.context.ops.latent_qkv(queries, keys_values, shared_key, heads, call)
+
+    def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
+        """Attend, (s, b, h) -> (s, b, h), without the projection's bias."""
+        of_queries = self._narrow_queries(x, forward_pass)
+        of_keys, shared_key = self._narrow_keys(x, forward_pass)
+        to_heads = partial(self._to_heads, of_queries, of_keys, shared_key, forward_pass)
+        qkv = to_heads()
+        if self.context.recomputes(MLA_UP_PROJ, qkv, forward_pass):
+            with rebuilt(qkv, to_heads):
+                context = self.attend_or_recompute(qkv, forward_pass)
+        else:
+            context = self.attend_or_recompute(qkv, forward_pass)
+        projected: Tensor = self.linear_proj(context, forward_pass)
+        return projected
