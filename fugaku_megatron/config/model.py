@@ -736,8 +736,9 @@ class ModelConfig(
     def mixer_linears(self) -> frozenset[str]:
         """Names of the linear layers in the model's mixers."""
         names = set[str]()
-        for mixer in {*self._mixers} - {None}:
-            names |= {*MIXERS[mixer].linears, *MIXERS[mixer].replicated}
+        for mixer in {*self._mixers}:
+            if mixer is not None:
+                names |= {*MIXERS[mixer].linears, *MIXERS[mixer].replicated}
         absent = (Q_DOWN, Q_UP) if self.q_lora_rank is None else (Q_PROJ,)
         return frozenset(names.difference(absent))
 

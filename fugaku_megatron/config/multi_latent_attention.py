@@ -63,7 +63,7 @@ class LatentAttentionFields:
 
     def _check_latent_sizes(self) -> None:
         """Raise ValueError for sizes without --multi-latent-attention."""
-        for each in declarations(type(self)):
+        for each in declarations(LatentAttentionFields):
             value = getattr(self, each.name)
             check(
                 self.multi_latent_attention or each.topic != LATENT or value == each.default,

@@ -39,6 +39,7 @@ class LatentAttentionCosts(AttentionCosts):
         )
 
     def shapes(self, model: ModelConfig) -> Shapes:
+        """Return the projections to and from narrow vectors; without --q-lora-rank queries have one projection."""
         h = model.hidden_size
         n = model.num_attention_heads
         of_queries = n * model.kv_channels

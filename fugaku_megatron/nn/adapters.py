@@ -123,6 +123,7 @@ class Adapter(nn.Module):
         return None if mask is None else mask.to(self.lora_b.dtype)
 
     def dropout(self, x: Tensor, forward_pass: Pass) -> InputDropout | None:
+        """Return the mask of the adapter's input, by global position, or None."""
         p = self.lora.lora_dropout
         context = self.context
         if not p or not forward_pass.training:

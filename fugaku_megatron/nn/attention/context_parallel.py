@@ -216,7 +216,8 @@ AddGradients = Callable[[Block, Tensor, Tensor], None]  # block, kv, dkv
 
 def keys_of(qkv: Tensor, heads: Heads) -> Tensor:
     """Return a view (r, b, g, d + v) of the keys and values in qkv."""
-    return qkv.unflatten(2, (heads.groups, -1))[..., -heads.head_size - heads.value_size :]
+    slots = qkv.view(*qkv.shape[:2], heads.groups, -1)
+    return slots[..., -heads.head_size - heads.value_size :]
 
 
 def _places(block: Block, first: int) -> slice:

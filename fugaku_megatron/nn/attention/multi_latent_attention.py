@@ -10,12 +10,12 @@ from __future__ import annotations
 from functools import partial
 from pkgutil import resolve_name
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...config.training import MLA_UP_PROJ
 from ..backward import rebuilt
 from ..forward_context import Pass
-from ..layers import ColumnParallelLinear, Context, Norm, ReplicatedLinear
+from ..layers import ColumnParallelLinear, Context, ReplicatedLinear, WeightedNorm
 from ..ops.rotary import Rotary
 from .heads import Heads
 from .self_attention import Attention
@@ -30,8 +30,8 @@ class MultiLatentAttention(Attention):
         h = model.hidden_size
         n = model.num_attention_heads
         of_queries = n * model.kv_channels
-        self.q_layernorm: Norm | None = None
-        self.kv_layernorm: Norm | None = None
+        self.q_layernorm: WeightedNorm | None = None
+        self.kv_layernorm: WeightedNorm | None = None
         if model.q_lora_rank is None:
             self.linear_q_proj = self._up(f"{name}.linear_q_proj", h, of_queries)
         else:
@@ -53,12 +53,11 @@ class MultiLatentAttention(Attention):
     def _up(self, name: str, inputs: int, outputs: int) -> ColumnParallelLinear:
         return ColumnParallelLinear(name, inputs, (outputs,), self.context, bias=False)
 
-    def _norm(self, name: str, width: int) -> Norm | None:
+    def _norm(self, name: str, width: int) -> WeightedNorm | None:
         if not self.context.model.qk_layernorm:
             return None
-        layer: type[nn.Module] = resolve_name(self.context.model.norm.layer)
-        norm: Norm = layer(name, self.context, width)
-        return norm
+        layer: type[WeightedNorm] = resolve_name(self.context.model.norm.layer)
+        return layer(name, self.context, width)
 
     def _narrow_queries(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """Return the input (s, b, ...) of the queries' projection to heads."""
