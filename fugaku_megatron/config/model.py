@@ -477,13 +477,13 @@ class ModelConfig(
         self._check_rotary()
         self._check_block()
         self._check_experts(self.num_layers, not self.disable_bias_linear)
-        self._check_latent_sizes()
         if self.multi_latent_attention:
             self._check_latent_attention(self.position_embedding_type)
         if self.experimental_attention_variant is not None:
             self._check_delta_net(self.layer_types)
         self._check_layers()
-        self._check_predictions(self.seq_length, self.position_embedding_type, self.layer_types)
+        positions = ROPE if self.multi_latent_attention else self.position_embedding_type
+        self._check_predictions(self.seq_length, positions, self.layer_types)
 
     def _derive(self) -> None:
         """Compute missing fields. A head size that is not an integer stays None."""
@@ -616,6 +616,10 @@ class ModelConfig(
             f"--rotary-percent is {self.rotary_percent}: pass a number above 0, and 1 at most",
         )
         yarn = self.position_embedding_type == YARN
+        check(
+            self.rope_type != YARN or yarn,
+            "--rope-type yarn is for --multi-latent-attention: pass --position-embedding-type yarn",
+        )
         chosen = [flag(name) for name in of_topic(ModelConfig, SCALING) if getattr(self, name)]
         if yarn:
             chosen.append(f"--position-embedding-type {YARN}")

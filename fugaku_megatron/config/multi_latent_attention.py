@@ -14,7 +14,6 @@ from .fields import (
     OWN_FORM,
     WEIGHTS,
     check,
-    declarations,
     flag,
     option,
     optional,
@@ -22,14 +21,11 @@ from .fields import (
 )
 from .rows import ROPE, YARN
 
-LATENT = "sizes of latent attention"  # topic of flags that need --multi-latent-attention
-
 latent_field = partial(
     option,
-    topic=LATENT,
     needs="multi_latent_attention",
     meaning=WEIGHTS,
-    megatron=OTHER_WEIGHTS,
+    megatron=OWN_FORM,
     maximum=2**16,
 )
 
@@ -60,20 +56,6 @@ class LatentAttentionFields:
         meaning=ANGLES,
         megatron=OWN_FORM,
     )
-
-    def _check_latent_sizes(self) -> None:
-        """Raise ValueError for sizes without --multi-latent-attention."""
-        for each in declarations(LatentAttentionFields):
-            value = getattr(self, each.name)
-            check(
-                self.multi_latent_attention or each.topic != LATENT or value == each.default,
-                f"{flag(each.name)} {value} is for latent attention: pass --multi-latent-attention too, or leave it out",
-            )
-
-        check(
-            self.multi_latent_attention or self.rope_type != YARN,
-            "--rope-type yarn is for latent attention: pass --position-embedding-type yarn, or --multi-latent-attention",
-        )
 
     def _check_latent_attention(self, position_embedding_type: str) -> None:
         """Raise ValueError for flags of other attention."""
