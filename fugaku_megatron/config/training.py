@@ -197,6 +197,11 @@ class TrainingConfig(CheckedFields):
         library="pass it to init, where its name is flush_denormals",
     )
 
+    def _derive(self) -> None:
+        """Read --recompute-modules, which Megatron-LM's test configs spell as a list in brackets."""
+        words = " ".join(self.recompute_modules).strip("[]").replace(",", " ").split()
+        object.__setattr__(self, "recompute_modules", tuple(words))
+
     def _check(self) -> None:
         # The range of numpy's generator.
         check(0 <= self.seed < 2**32, f"--seed is {self.seed}: pass a number from 0 to {2**32 - 1}")
