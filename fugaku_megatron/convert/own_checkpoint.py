@@ -100,7 +100,7 @@ def open_own(
     carried = Path(directory) / CARRIED
     notes = []
     if modules := manifest["config"]["model"].get("mtp_num_layers"):
-        notes.append(f"{modules} MTP modules are left out")
+        notes.append(f"the modules of --mtp-num-layers {modules} are left out")
     return Weights(
         model,
         read.dtypes,

@@ -12,6 +12,7 @@ from torch import Tensor
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.model import ModelConfig
 from fugaku_megatron.config.run_config import RunConfig
+from fugaku_megatron.convert.own_checkpoint import open_own
 from fugaku_megatron.data.marks import COUNTED, FIRST, predicted
 from fugaku_megatron.data.sampler import fetch
 from fugaku_megatron.nn.model import OUTPUT, PREDICTION_EMBEDDINGS
@@ -136,6 +137,18 @@ def test_the_log_has_the_mean_loss_of_each_module(capsys):
     means = [sum(each.predictions[depth] for each in results) / 2 for depth in (0, 1)]
     assert [found.mtp_1_loss, found.mtp_2_loss] == pytest.approx(means, rel=1e-6)
     assert found.mtp_3_loss is None
+
+
+def test_generation_and_conversion_leave_the_modules_out_with_a_note(tmp_path):
+    with contextlib.closing(make_trainer(SoloComm(), small_run(**MTP))) as trainer:
+        trainer.save(str(tmp_path))
+        weights = whole_tensors(trainer, "weight")
+    found = open_own(str(tmp_path))
+    assert found.notes == ("the modules of --mtp-num-layers 2 are left out",)
+    assert {*found.dtypes} == {name for name in weights if not name.startswith("mtp.")}
+    assert torch.equal(
+        found.read("decoder.final_layernorm.weight"), weights["decoder.final_layernorm.weight"]
+    )
 
 
 TOKENS = torch.arange(10, 19).unsqueeze(1)  # 8 inputs
