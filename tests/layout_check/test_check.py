@@ -246,7 +246,7 @@ def other_momentum_of_matrices(patch: pytest.MonkeyPatch) -> None:
     step = muon.Muon.step
 
     def stepped(self, index, shard, grads, factors):
-        step(self, index, shard, grads * (1 + self.dp.rank), factors)
+        step(self, index, shard, grads * (1 + self.groups.dp.rank), factors)
 
     patch.setattr(muon.Muon, "step", stepped)
 
