@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fugaku_megatron.config.fields import check
+
 from . import driver, preloads, shapes
 from .driver import DTYPES, Call, Case, relative_error
 
@@ -98,7 +100,10 @@ class Shape:
 
 
 def shape_of(options: argparse.Namespace) -> Shape:
-    """Return a rank's shape in the run of `options`."""
+    """Return a rank's shape in the run of `options`. ValueError for sizes that the kernels lack."""
+    for name, size in (("key", options.key_size), ("value", options.value_size)):
+        fits = size is None or (size > 0 and size % 4 == 0)
+        check(fits, f"--{name}-size {size}: pass a multiple of 4")
     length = (
         {}
         if options.seq_length is None
@@ -107,12 +112,13 @@ def shape_of(options: argparse.Namespace) -> Shape:
     run = shapes.run_of(options, **length)
     tp = options.tensor_model_parallel_size
     model = run.model
+    d = options.value_size or model.kv_channels
     return Shape(
         model.num_attention_heads // tp,
         model.query_groups // tp,
         model.seq_length,
-        options.value_size or model.kv_channels,
-        options.key_size or options.value_size or model.kv_channels,
+        d,
+        options.key_size or d,
         model.window,
     )
 
