@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.campaigns, pytest.mark.mpi]
 FAULTS = 3
 
 
+@pytest.mark.full
 def test_every_second_of_a_disturbed_job_has_a_cause(tmp_path):
     """Kills of ranks at random moments; the costs that the run measured give an interval and a share."""
     job = Disturbed(
