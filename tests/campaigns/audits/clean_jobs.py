@@ -49,6 +49,7 @@ def audit_right_jobs(count: int) -> str:
                 audits[mpi.name] += RANKS * ITERATIONS
                 if job.returncode:
                     alarms.append(f"{mpi.name}, {flags}, {threads} threads: {job.stderr[-2000:]}")
+            print(f"{audits}, {len(alarms)} alarms", flush=True)
     counts = ", ".join(f"{number} under {name}" for name, number in audits.items())
     seconds = time.monotonic() - begin
     lines = [f"audits of right processes: {counts}; {len(alarms)} alarms ({seconds:.0f} s)"]
