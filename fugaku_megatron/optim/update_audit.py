@@ -115,7 +115,7 @@ class UpdateAudit:
         copied_grads, master, exp_avg, exp_avg_sq = copies
         model_weights = None
         if shard.model_weights is not None:
-            model_weights = shard.model_weights.new_empty(received.length)
+            model_weights = shard.model_weights.new_zeros(received.length)  # padding, too
         end = received.start + received.length
         copied = BucketShard(
             received.start,

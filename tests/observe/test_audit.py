@@ -5,9 +5,11 @@ from __future__ import annotations
 from contextlib import closing
 
 import pytest
+import torch
 
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.observe.numbers.audit import Audit, watch_numbers
+from fugaku_megatron.optim.update_audit import PARTS
 from tests.campaigns.audits.trial import KINDS, LAYOUTS, ROUTED, Fault, attempt
 from tests.checks.moments import BF16_MOMENTS, EIGHT
 from tests.helpers import DROPOUT, make_trainer, run_layout, train
@@ -54,6 +56,16 @@ def test_right_ranks_agree_and_an_audit_changes_no_bit(layout, model):
     assert losses == [
         [step.loss for step in steps] for steps in run_layout(layout, train, flags, 2)
     ]
+
+
+def test_padding_at_the_end_of_a_shard_is_no_fault(monkeypatch):
+    """No update writes it. The last of the audited parts has it, in memory that may hold anything."""
+    new_empty = torch.Tensor.new_empty
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda x, *args, **more: new_empty(x, *args, **more).fill_(7)
+    )
+    flags = {"num_layers": 2, "audit_interval": 1}
+    run_layout("dp3 zero bf16 global_batch_size=12", audited, flags, PARTS)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,12 +12,13 @@ import torch
 from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.observe.numbers.audit import Audit, watch_numbers
+from fugaku_megatron.optim.update_audit import PARTS
 from tests.campaigns.audits.trial import ROUTED
 from tests.checks.moments import BF16_MOMENTS, EIGHT
 from tests.helpers import DROPOUT, lay_out, make_trainer
 from tests.threads import ThreadWorld
 
-ITERATIONS = 10  # of a run, each audited
+ITERATIONS = PARTS + 1  # of a run, each audited: all parts of an update
 LAYOUTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("dp4", {}),
     ("dp4 overlap", {}),

@@ -48,7 +48,8 @@ def audit_right_jobs(count: int) -> str:
                 job = mpi.run(RANKS, jobs.PROGRAM, *words, code=None, OMP_NUM_THREADS=str(threads))
                 audits[mpi.name] += RANKS * ITERATIONS
                 if job.returncode:
-                    alarms.append(f"{mpi.name}, {flags}, {threads} threads: {job.stderr[-2000:]}")
+                    said = [line for line in job.stdout.splitlines() if "results of" in line]
+                    alarms.append(f"{mpi.name}, {flags}, {threads} threads: {said or job.stderr}")
             print(f"{audits}, {len(alarms)} alarms", flush=True)
     counts = ", ".join(f"{number} under {name}" for name, number in audits.items())
     seconds = time.monotonic() - begin
