@@ -344,6 +344,8 @@ def test_keys_that_are_passed_are_those_counted(layout):
         ("gated attention", "tp2 selective"),
         ("gated delta nets", "tp2 sequence"),
         ("gated delta nets", "cp2 selective"),
+        ("latent attention", "tp2 sequence"),
+        ("latent attention", "tp2 sequence lora_rank=4"),
         ("latent attention", "tp2 selective bf16"),
         (
             "latent attention",
@@ -421,6 +423,13 @@ def test_memory_of_attention_is_that_of_its_kernels(heads, groups, seq_length):
         ("gated delta nets", 0, ""),
         ("gated delta nets", 3, "full"),
         ("gated delta nets", 1, "lora_rank=4"),
+        ("latent attention", 0, ""),
+        ("latent attention", 1, "selective recompute_modules=('mla_up_proj',)"),
+        ("latent attention", 1, "selective recompute_modules=('core_attn','mla_up_proj')"),
+        ("latent attention", 3, "full"),
+        ("latent attention", 0, "zb-h1"),
+        ("latent keys", 2, "selective"),
+        ("latent attention", 1, "lora_rank=4"),
     ],
 )
 def test_peak_of_another_block(block, stage, layout):

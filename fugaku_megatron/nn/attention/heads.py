@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -51,6 +52,11 @@ class Heads:
     @property
     def score_scale(self) -> float:
         return self.head_size**-0.5 if self.scale is None else self.scale
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of attention's kernels besides tensors, mask and dropout."""
+        return {"key_size": self.head_size, "scale": self.scale}
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return views of queries (s, b, g, n/g, d), keys (s, b, g, 1, d) and values (s, b, g, 1, v)."""

@@ -43,15 +43,15 @@ def attention(
     window: token i attends to tokens j with i - window < j <= i.
     starts: see `PackedDocuments`.
     """
-    if ops.is_native("attention") and heads.scale is None:
-        mask = {"window": window, "starts": starts}
-        return _native_attention(ops.kernels, qkv, heads, dropped, mask)
+    if ops.is_native("attention"):
+        options = {"window": window, "starts": starts, **heads.options}
+        return _native_attention(ops.kernels, qkv, heads, dropped, options)
     drop = partial(dropout, ops, dropped=dropped) if dropped.p else None
     return _torch_attention(qkv, heads, window, drop, starts)
 
 
 def _native_attention(
-    kernels: Any, qkv: Tensor, heads: Heads, dropped: Dropout, mask: dict[str, Any]
+    kernels: Any, qkv: Tensor, heads: Heads, dropped: Dropout, options: dict[str, Any]
 ) -> Tensor:
     s, b, _ = qkv.shape
     key = dropped.key
@@ -61,12 +61,12 @@ def _native_attention(
         rows = qkv.contiguous()
         out = rows.new_empty(s, b, heads.context_width)
         lse = rows.new_empty(b, heads.heads, s, dtype=torch.float32)
-        kernels.attention_forward(rows, out, lse, *drop, **mask)
+        kernels.attention_forward(rows, out, lse, *drop, **options)
         return out, (rows, out, lse)
 
     def backward(dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor) -> Tensor:
         dqkv = torch.empty_like(qkv)
-        kernels.attention_backward(qkv, out, lse, dout.contiguous(), dqkv, *drop, **mask)
+        kernels.attention_backward(qkv, out, lse, dout.contiguous(), dqkv, *drop, **options)
         return dqkv
 
     return apply_saving(forward, backward, qkv)
@@ -133,9 +133,10 @@ def cached_attention(
     samples, positions = rows
     groups = heads.groups
     slots = cache.slots
-    if ops.is_native("attention") and softcap is None and sinks is None and heads.scale is None:
+    if ops.is_native("attention") and softcap is None and sinks is None:
         out = qkv.new_empty(len(qkv), heads.context_width)
-        ops.kernels.attention_decode(as_rows(qkv), keys, values, samples, positions, out)
+        tensors = as_rows(qkv), keys, values, samples, positions, out
+        ops.kernels.attention_decode(*tensors, heads.scale)
         return out.unsqueeze(1)
     context = []
     new = (part[:, 0] for part in heads.split(qkv))

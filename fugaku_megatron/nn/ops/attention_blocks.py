@@ -23,10 +23,11 @@ def attend_block(
     """
     heads = call.heads
     q, b, _ = qkv.shape
-    if _is_native(ops, call):
+    if ops.is_native("attention") and call.softcap is None:
         out = qkv.new_empty(q, b, heads.context_width)
         lse = qkv.new_empty(b, heads.heads, q, dtype=torch.float32)
-        ops.kernels.attention_part_forward(qkv, kv, out, lse, *_block_arguments(call, block))
+        arguments = _block_arguments(call, block)
+        ops.kernels.attention_part_forward(qkv, kv, out, lse, *arguments, **heads.options)
         return out, lse
     scores, *_, values = _block_scores(call, block, qkv, kv)
     lse = torch.logsumexp(scores, -1)
@@ -45,10 +46,10 @@ def add_block_gradients(
 ) -> None:
     """Add a block's gradients to `gradients.dqkv` and dkv, in FP32."""
     qkv, out, lse, dout, dqkv = gradients
-    if _is_native(ops, call):
-        ops.kernels.attention_part_backward(
-            qkv, kv, out, lse, dout, dqkv, dkv, *_block_arguments(call, block)
-        )
+    if ops.is_native("attention") and call.softcap is None:
+        tensors = qkv, kv, out, lse, dout, dqkv, dkv
+        arguments = _block_arguments(call, block)
+        ops.kernels.attention_part_backward(*tensors, *arguments, **call.heads.options)
         return
     heads = call.heads
     scores, queries, keys, values = _block_scores(call, block, qkv, kv)
@@ -70,10 +71,6 @@ def add_block_gradients(
         total.add_(
             part.unflatten(1, (heads.groups, -1)).sum(2).permute(2, 0, 1, 3)
         )  # (k, b, g, ...)
-
-
-def _is_native(ops: Backend, call: SharedCall) -> bool:
-    return ops.is_native("attention") and call.softcap is None and call.heads.scale is None
 
 
 def _block_arguments(call: SharedCall, block: Block) -> tuple[Any, ...]:
