@@ -48,7 +48,7 @@ from fugaku_megatron.training import checkpoints, step, trainer
 from fugaku_megatron.training.micro_batches import MicroBatch, MicroBatchWindow
 from tests.campaigns.mutants.layouts import MOMENTS_IN_INT8
 from tests.helpers import DROPOUT, lay_out
-from tests.llama_models import DELTA_LAYERS
+from tests.llama_models import DELTA_LAYERS, LATENT
 from tests.threads import ThreadWorld
 
 pytestmark = pytest.mark.parallel
@@ -85,6 +85,7 @@ CLEAN = {
         **DELTA_LAYERS,
         "linear_num_key_heads": 4,
     },
+    "tp2 cp2 sequence": LATENT,
     "pp2 zbv": {"norm_placement": "post", "disable_bias_linear": True},
     "tp2 pp2": LORA,
     "tp2 bf16": EIGHT,
@@ -145,6 +146,15 @@ def test_a_layout_that_trains_as_one_rank_raises_no_alarm(layout):
 
 def no_partial_sum(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(buckets.BucketComm, "_sum_partial_gradients", lambda self, bucket: None)
+
+
+def no_sum_of_shared_keys(patch: pytest.MonkeyPatch) -> None:
+    summed = layers.Context.whole_sequence
+
+    def not_summed(self, x):
+        return x if x.shape[-1] == self.model.qk_pos_emb_head_dim else summed(self, x)
+
+    patch.setattr(layers.Context, "whole_sequence", not_summed)
 
 
 def _without_sums_over(patch: pytest.MonkeyPatch, group: str) -> None:
@@ -379,6 +389,16 @@ MISTAKES = (
         no_partial_sum,
         "tp2 sequence",
         (REDUCED, "decoder.final_layernorm", "all-reduce over the tensor-parallel ranks 0 1"),
+    ),
+    Mistake(
+        no_sum_of_shared_keys,
+        "tp2",
+        (
+            BACKWARD,
+            "self_attention.linear_kv_down_proj",
+            "all-reduce over the tensor-parallel ranks 0 1",
+        ),
+        LATENT,
     ),
     Mistake(
         no_tied_sum,
