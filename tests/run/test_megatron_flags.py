@@ -109,13 +109,13 @@ def test_values_are_compared_as_numbers_where_they_are_numbers():
 
 def test_all_reasons_come_in_one_message_a_line_each(capsys):
     words = (
-        "--multi-latent-attention --hybrid-context-parallel --dataloader-type cyclic "
-        "--quux 3 --lr-decay-style x --kv-channels 6 --q-lora-rank 2"
+        "--use-mup --hybrid-context-parallel --dataloader-type cyclic "
+        "--quux 3 --lr-decay-style x --kv-channels 6"
     ).split()
     starts = [
         "unknown flag --quux",
         "argument --lr-decay-style",
-        "--multi-latent-attention",
+        "--use-mup",
         "--hybrid-context-parallel",
         "--dataloader-type cyclic",
         "--kv-channels is 6",

@@ -82,7 +82,7 @@ def test_every_flag_of_the_scripts_is_done_noted_or_refused():
             "--lr",
             "--position-embedding-type rope",
             "--normalization RMSNorm",
-            "--multi-latent-attention",
+            "--use-mup",
             "--attention-backend fused",
         )
     }
