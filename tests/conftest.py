@@ -86,12 +86,14 @@ def old_library(folder):
 def pytest_configure(config):
     """Refuse an old library, and draw the same examples in every run, without a deadline on a busy machine.
 
-    A shell's background job ignores interrupts, and so would every process that tests interrupt.
+    A shell's background job ignores interrupts, and so would every process that tests interrupt. Commands in this process
+    leave torch's allocator alone: tests measure what it allocates.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if reason := old_library(PACKAGE):
         pytest.exit(reason, returncode=1)
+    kernels.use_arena = lambda size: "tests measure torch's allocator"
     if importlib.util.find_spec("hypothesis"):  # not in the emulated Python
         from hypothesis import settings
 

@@ -105,6 +105,7 @@ VALUES: dict[str, Any] = {
     "save": "a",
     "save_interval": 1,
     "save_interval_in_mins": 1.0,
+    "save_hf_interval": 1,
     "save_memory": 1,
     "save_memory_group": 3,
     "skip_train": True,
@@ -158,6 +159,11 @@ WITHIN_THE_RUN = set(
     merge_file tokenizer_model tiktoken_pattern tiktoken_num_special_tokens fp16_accumulation_chunk
     fp32_matmul quick_geglu glu_linear_offset activation_func_clamp_value xielu softmax_type
     mtp_num_layers mtp_loss_scaling_factor
+    multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type
+    fim_data fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix fim_prefix_token
+    fim_middle_token fim_suffix_token fim_pad_token fim_eod_token
+    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split recompute_modules
+    apply_wd_to_qk_layernorm
     """.split()
 )
 # Fields of Trainer.save: tests/api/test_sources.py.
