@@ -141,8 +141,9 @@ def shorten_lock(module, beat, patience, trace):
     check = module.Lock.check
 
     def traced(self):
+        begin = time.time()  # the job may stand still after it has read the lock
         check(self)
-        trace("check", self.path)
+        trace("check", self.path, begin)
 
     module.Lock.check = traced
     module.BEAT = float(beat)
@@ -154,13 +155,13 @@ def trace_changes(file):
     """Append every rename, removal, new folder and file opened for writing to `file`; return the function that appends."""
     trace = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    def append(event, path):
-        os.write(trace, f"{time.time()} {threading.get_native_id()} {event} {path}\n".encode())
+    def append(event, path, when):
+        os.write(trace, f"{when} {threading.get_native_id()} {event} {path}\n".encode())
 
     def hook(event, args):
         writes = event == "open" and args[1] is not None and set(str(args[1])) & set("wxa+")
         if writes or event in CHANGES:
-            append(event, args[0])
+            append(event, args[0], time.time())
 
     sys.addaudithook(hook)
     return append
