@@ -266,9 +266,12 @@ def write_shards(rank: int, shards: list[Shard], folder: Path) -> Written:
     return path.name, {**entry, "shards": [shard.record() for shard in shards]}
 
 
-def put_in_place(aside: Path, final: Path) -> None:
-    """Rename a checkpoint to its final name, and one of an earlier run to .old, which readers use in between."""
-    if final.exists():
+def put_in_place(aside: Path, final: Path, replaces: bool = True) -> None:
+    """Rename a checkpoint to its final name, and one of an earlier run to .old, which readers use in between.
+
+    replaces: False: raise OSError if there is one.
+    """
+    if replaces and final.exists():
         final.rename(final.with_name(final.name + ".old"))
     aside.rename(final)
     fsync(final.parent)
@@ -277,13 +280,9 @@ def put_in_place(aside: Path, final: Path) -> None:
 def _publish(
     directory: Path, iteration: int, aside: Path, replaces: bool, check_lock: CheckLock
 ) -> None:
-    final = directory / iteration_name(iteration)
     check_lock()
-    if replaces:
-        put_in_place(aside, final)
-    else:  # fails if a job that has just taken over has saved this iteration
-        aside.rename(final)
-        fsync(directory)
+    # A job that has just taken over may have saved this iteration.
+    put_in_place(aside, directory / iteration_name(iteration), replaces)
     tracker = directory / (TRACKER + ".tmp")
     check_lock()
     write_text(tracker, f"{iteration}\n")

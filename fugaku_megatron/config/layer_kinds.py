@@ -87,14 +87,19 @@ def replicated() -> tuple[str, ...]:
     return tuple(name for row in MIXERS.values() for name in row.replicated)
 
 
+def head_projections() -> tuple[str, ...]:
+    """Return the linear layers of mixers whose outputs tensor-parallel ranks share."""
+    return tuple(name for row in MIXERS.values() for name in row.linears[:-1])
+
+
 def input_projections() -> tuple[str, ...]:
     """Return the linear layers of mixers besides their output projections."""
-    return (*(name for row in MIXERS.values() for name in row.linears[:-1]), *replicated())
+    return (*head_projections(), *replicated())
 
 
 def column_parallel() -> tuple[str, ...]:
     """Return the linear layers whose outputs tensor-parallel ranks share."""
-    return (*(name for row in MIXERS.values() for name in row.linears[:-1]), FC1, EH_PROJ)
+    return (*head_projections(), FC1, EH_PROJ)
 
 
 def row_parallel() -> tuple[str, ...]:

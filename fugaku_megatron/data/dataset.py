@@ -233,7 +233,15 @@ class GPTDataset:
         return len(self.shuffle_index)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        return np.concatenate(self.by_document(index)).astype(np.int64)
+        return self.joined(self.by_document(index))
+
+    def joined(self, parts: list[np.ndarray]) -> np.ndarray:
+        """Return a sample's tokens as one checked array, int64 (s + 1,)."""
+        tokens = np.concatenate(parts)
+        assert len(tokens) == self.config.seq_length + 1
+        if self.config.vocab_size is not None:
+            check_tokens(tokens, self.config.vocab_size, self.indexed.path)
+        return tokens.astype(np.int64)
 
     def by_document(self, index: int) -> list[np.ndarray]:
         """Return a sample's tokens, s + 1 together, by document."""
@@ -252,10 +260,6 @@ class GPTDataset:
                 end + 1 - offset if i == last else None
             )  # + 1: the token shared with the next sample
             parts.append(self.indexed.get(self.document_index[i], offset, length))
-        assert sum(map(len, parts)) == self.config.seq_length + 1
-        if self.config.vocab_size is not None:
-            for part in parts:
-                check_tokens(part, self.config.vocab_size, self.indexed.path)
         return parts
 
 

@@ -31,7 +31,7 @@ class DocumentDataset(GPTDataset):
 
     def __getitem__(self, index: int) -> np.ndarray:
         documents = self.by_document(index)
-        tokens = np.concatenate(documents).astype(np.int64)
+        tokens = self.joined(documents)
         marks = np.full_like(tokens, COUNTED)
         starts = np.cumsum([len(each) for each in documents[:-1]], dtype=np.int64)
         marks[starts] |= FIRST
@@ -106,11 +106,14 @@ class TokenCounts:
         places = np.append(np.flatnonzero(begins), begins.size)
         squares = int(np.square(np.diff(places)).sum())
         padded = int(np.count_nonzero(marks[:, :-1] & PADDED))
-        further = [0] * predictions
-        for tokens, own in torch.from_numpy(samples.reshape(-1, *samples.shape[-3:])):
-            for depth in range(1, predictions + 1):
-                _, found = predicted(tokens, own, depth, inside_documents)
-                further[depth - 1] += int(torch.count_nonzero(found >= 0))
+        pairs = samples.reshape(-1, *samples.shape[-3:])
+        further: list[int] = []
+        for depth in range(1, predictions + 1):
+            found = [
+                predicted(tokens, own, depth, inside_documents)[1]
+                for tokens, own in torch.from_numpy(pairs)
+            ]
+            further.append(sum(int(torch.count_nonzero(each >= 0)) for each in found))
         return TokenCounts(counted, squares, len(marks), padded=padded, predicted=tuple(further))
 
 

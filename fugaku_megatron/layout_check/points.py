@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..comm.grid import Grid
-from ..config.layer_kinds import MIXERS, replicated
+from ..config.layer_kinds import head_projections, replicated
 from ..config.layout import Layout
 from ..config.parallel import A2A, ALLGATHER
 from ..config.rows import MLP_OF_EXPERTS
@@ -61,9 +61,7 @@ LAYER = ""
 FINAL_NORM = "decoder.final_layernorm"
 # Modules of the mixers' projections besides their output projections.
 NARROW_PROJECTIONS = tuple(f"{ATTENTION}.{name}" for name in replicated())
-HEAD_PROJECTIONS = tuple(
-    dict.fromkeys(f"{ATTENTION}.{name}" for row in MIXERS.values() for name in row.linears[:-1])
-)
+HEAD_PROJECTIONS = tuple(dict.fromkeys(f"{ATTENTION}.{name}" for name in head_projections()))
 SITES = (INPUT_NORM, *NARROW_PROJECTIONS, *HEAD_PROJECTIONS, CORE, ATTENTION, MLP_NORM, MLP, LAYER)
 
 # Iteration -> the origin of its weights, if not the update before.

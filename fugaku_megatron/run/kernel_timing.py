@@ -74,8 +74,7 @@ def kernel_cases(run: RunConfig) -> dict[str, Callable[[Ops], Tensor]]:
     tokens = torch.randint(0, rows, (s, b))
     scores = DropoutKey(1, 1, 0, sample_dim=0)
     heads = Heads.of(model, tp)
-    width = (heads.heads + heads.groups) * heads.head_size + heads.groups * heads.value_size
-    qkv = torch.randn(s, b, width).to(dtype).requires_grad_()
+    qkv = torch.randn(s, b, heads.qkv_width).to(dtype).requires_grad_()
     head = HeadLoss(SoloComm(), 0, 1.0, z_loss=model.z_loss)
     return {
         "gemm": _mlp(model, x, tp),

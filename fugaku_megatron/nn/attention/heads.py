@@ -45,6 +45,11 @@ class Heads:
         return self.head_size if self.narrow_values is None else self.narrow_values
 
     @property
+    def qkv_width(self) -> int:
+        """Elements per token in qkv."""
+        return self.heads * self.head_size + self.groups * (self.head_size + self.value_size)
+
+    @property
     def context_width(self) -> int:
         """Elements per token in the attention output."""
         return self.heads * self.value_size

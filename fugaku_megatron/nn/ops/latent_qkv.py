@@ -43,7 +43,7 @@ def latent_qkv(
         return rotated[:, :, :n], rotated[:, :, n]
 
     def forward(queries: Tensor, keys_values: Tensor, shared_key: Tensor) -> Tensor:
-        qkv = queries.new_empty(s, b, n * (2 * heads.head_size + heads.value_size))
+        qkv = queries.new_empty(s, b, heads.qkv_width)
         query, key, value = (part.squeeze(3) for part in heads.split(qkv))
         of_queries = queries.view(s, b, n, -1)
         rotated, shared = turn(of_queries[..., fixed:], shared_key, inverse=False)

@@ -251,7 +251,8 @@ def watch_numbers(trainer: Trainer, say: Say) -> str | None:
         "the number of threads": torch.get_num_threads(),
     }
     different = differing(trainer.world, machine)
-    if different and numbers.audit_interval == AUDIT_INTERVAL:
+    by_default = numbers.audit_interval == AUDIT_INTERVAL
+    if different and by_default:
         return f"note: no audits, because ranks compare bits: {different}"
     with everywhere():
         check(
@@ -261,5 +262,4 @@ def watch_numbers(trainer: Trainer, say: Say) -> str | None:
         )
     audit = Audit(trainer, fingerprints, say)
     trainer.audit = audit
-    given = numbers.audit_interval != AUDIT_INTERVAL
-    return audit.line if trainer.world.size > 1 or given else None
+    return None if by_default and trainer.world.size == 1 else audit.line
