@@ -29,11 +29,11 @@ from ..config.run_config import RunConfig
 from ..host.cgroup import oom_kills
 from ..observe.export.hours import HOURS, append, read_hours
 from ..start.exit_codes import ExitCode
-from ..text.named_files import read_text
+from ..text.named_files import JsonObject, read_text
 from ..text.numbers import say
 from .child import Ending, Launcher, Stop, ending
 
-FRUITLESS = 2  # restarts in a row without a new checkpoint, after which the job ends
+FRUITLESS = 2  # restarts in a row without a new checkpoint or newer copies in memory, after which the job ends
 PROBE_SECONDS = 60.0  # for a trivial command on all nodes that are tested
 TIMED = "--exit-duration-in-mins"
 
@@ -192,7 +192,8 @@ class Supervisor:
         """Start until the run ends or restarts save no new checkpoint; return the exit code."""
         used = self.nodes.choose() if self.nodes else []
         while True:
-            before = self._reached()
+            checkpoint = self._saved()
+            previous = self._last_start()
             if self.stop.stop_requested:
                 return self._end(ExitCode.FINISHED, "asked to stop before the start")
             end = self._start(used)
@@ -200,7 +201,8 @@ class Supervisor:
             if not end.restarts:
                 return end.code
             saved = self._saved()
-            self.fruitless = 0 if self._reached() > before else self.fruitless + 1
+            gained = saved > checkpoint or self._copied_more(previous)
+            self.fruitless = 0 if gained else self.fruitless + 1
             say(f"supervise: {end.text()}; the last checkpoint is of iteration {saved}")
             reason, code = self._reason_to_end(end)
             if reason:
@@ -221,11 +223,8 @@ class Supervisor:
             return f"the time of {TIMED} is over: the next job continues", ExitCode.FINISHED
         if self.restarts >= self.max_restarts:
             return f"all restarts of --max-restarts {self.max_restarts} are used", end.code
-        limit = FRUITLESS
-        if self.run.output.save_memory:
-            limit += 1  # copies in memory count when a start has used them
-        if self.fruitless > limit:
-            return f"{limit} restarts in a row made no new checkpoint", end.code
+        if self.fruitless > FRUITLESS:
+            return f"{FRUITLESS} restarts in a row made no new checkpoint", end.code
         return "", end.code
 
     def _end(self, code: ExitCode, reason: str) -> int:
@@ -238,13 +237,22 @@ class Supervisor:
         except (ValueError, OSError):
             return 0
 
-    def _reached(self) -> int:
-        """Return the last checkpoint's iteration, or the last start's if copies in memory were newer."""
+    def _last_start(self) -> list[JsonObject]:
+        """Return the lines of the last start in the record of hours, its beginning first."""
         hours = self._hours()
-        starts: list[int] = []
-        if hours.is_file():
-            starts = [line["iteration"] for line in read_hours(hours) if line["event"] == "start"]
-        return max([self._saved(), *starts[-1:]])
+        lines = read_hours(hours) if hours.is_file() else []
+        starts = [number for number, line in enumerate(lines) if line["event"] == "start"]
+        return lines[starts[-1] :] if starts else []
+
+    def _copied_more(self, previous: Sequence[JsonObject]) -> bool:
+        """Return True if the last start used or left newer copies in memory. previous: lines of the start before"""
+        lines = self._last_start()
+        if not lines or lines[:1] == previous[:1]:
+            return False  # it has failed before it trained
+        begun: int = previous[0]["iteration"] if previous else 0
+        begins: int = lines[0]["iteration"]
+        copies = sum(line.get("copies", 0) for line in lines)
+        return begins > begun or copies > 1  # the last copy may be incomplete
 
     def _record(self, end: Ending) -> None:
         """Note the end in the run's record of hours, if the trainer has begun one."""

@@ -279,11 +279,33 @@ def test_restarts_that_gain_nothing_end(planned):
     assert said[-1] == f"{FRUITLESS} restarts in a row made no new checkpoint; exit code 5"
 
 
-def test_copies_in_memory_of_the_last_start_may_be_newer(planned):
+def test_a_start_without_a_second_copy_in_memory_gains_nothing(planned):
     job = planned("5 4", *["5 0"] * 9)
     code, said = job.end("--max-restarts 9", train="--save-memory 2")
-    assert code == ExitCode.LOST_RANK and len(job.calls()) == 3 + FRUITLESS
-    assert said[-1] == f"{FRUITLESS + 1} restarts in a row made no new checkpoint; exit code 5"
+    assert code == ExitCode.LOST_RANK and len(job.calls()) == 2 + FRUITLESS
+    assert said[-1] == f"{FRUITLESS} restarts in a row made no new checkpoint; exit code 5"
+
+
+@pytest.mark.parametrize(("copies", "calls"), [(1, 1 + FRUITLESS), (2, 6)])
+def test_starts_that_make_two_copies_in_memory_gain_something(
+    planned, tmp_path, monkeypatch, copies, calls
+):
+    """Every start begins anew, because its node takes the copies with it; the last copy of a start may be incomplete."""
+    hours = tmp_path / "save" / HOURS
+    hours.parent.mkdir()
+    hours.touch()
+    waiting = supervise.Launcher.wait
+
+    def wait(launcher):
+        append(hours, event="start", begun=len(read_hours(hours)), iteration=0)
+        append(hours, event="iterations", iteration=7, copies=copies)
+        return waiting(launcher)
+
+    monkeypatch.setattr(supervise.Launcher, "wait", wait)
+    job = planned(*["5 0"] * 5, "0 9")
+    code, _ = job.end("--max-restarts 9", train="--save-memory 2")
+    assert len(job.calls()) == calls
+    assert code == (0 if copies == 2 else ExitCode.LOST_RANK)
 
 
 def test_starts_from_newer_copies_in_memory_gain_something(planned, tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ INTERVAL = 3  # iterations between copies in memory
 SAVES = 14  # iterations between checkpoints in --save
 STEPS = 12  # iterations of a run for each kill, at least
 KILLS = 5  # in a run
-MOST_STEPS = 8  # of them before a kill
+MOST_STEPS = 9  # of them before a kill
 RANK = "one rank"
 NODE = "one node, which comes back empty"
 SPARE = "one node, replaced by a spare"
@@ -173,8 +173,12 @@ class Trial:
                 launch.kill_tree(job.process.pid)
 
     def _await_moment(self, job: jobs.Job, restarts: int) -> bool:
-        """Wait for a random moment after so many restarts. Return False if the run ends before."""
-        steps = self.rng.randint(1, MOST_STEPS)
+        """Wait for a random moment after so many restarts. Return False if the run ends before.
+
+        Every second start makes two copies, because `supervise` ends a run that makes none in three starts.
+        """
+        least = 2 * INTERVAL + 1 if restarts % 2 else 1
+        steps = self.rng.randint(least, MOST_STEPS)
         pause = self.rng.random() * PAUSE
         end = time.monotonic() + 4 * jobs.patience()
         while time.monotonic() < end and job.process.poll() is None:
