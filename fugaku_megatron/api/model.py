@@ -81,7 +81,7 @@ def load(
     )
     flags = _tokenizer_flags(tokenizer)
     base = None if pretrained_checkpoint is None else os.fspath(pretrained_checkpoint)
-    weights = open_weights(os.fspath(path), ckpt_step, vocab_size, base)
+    weights = open_weights(os.fspath(path), ckpt_step, vocab_size, base).without_predictions()
     model = Model(weights, dtype, flags, os.fspath(path))
     if flags.named:
         _ = model.tokenizer  # raises now for a mistake in the flags

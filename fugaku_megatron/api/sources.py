@@ -120,6 +120,8 @@ def _open_base(
 def _open_foreign(run: RunConfig, directory: str, iteration: int | None) -> Weights:
     ignored = run.output.ignore_saved_arguments or ()
     weights = open_weights(directory, iteration, run.model.vocab_size, ignored=ignored)
+    if run.lora.on:
+        weights = weights.without_predictions()
     saved = architecture(weights.model)
     check_model(saved, architecture(run.model, saved, begins=True), Path(directory))
     return weights

@@ -133,6 +133,9 @@ DESTINATIONS: dict[str, Callable[[Weights, Path, argparse.Namespace], None]] = {
     "to_peft": lambda weights, directory, options: save_peft(weights, directory),
 }
 
+# Destinations without MTP modules.
+WITHOUT_PREDICTIONS = ("to_hf", "to_gguf")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add flags for one source, one destination, and the written format."""
@@ -368,6 +371,7 @@ def _with_peft(weights: Weights, options: argparse.Namespace) -> Weights:
             f"--from-peft {options.from_peft}: --load {options.load} holds adapters itself: merge them "
             "first",
         )
+        weights = weights.without_predictions()
         base = {
             "base": str(Path(options.load or ".").absolute()),
             "base_iteration": options.ckpt_step,
@@ -389,6 +393,8 @@ def main(options: argparse.Namespace) -> int:
     source, destination = check_options(options)
     allocator.return_large_blocks()
     weights = _with_peft(SOURCES[source](options), options).cast(DTYPES.get(options.dtype))
+    if destination in WITHOUT_PREDICTIONS:
+        weights = weights.without_predictions()
     if options.hf_files is not None:
         weights = replace(weights, carried=Path(options.hf_files))
     check_carried(weights.carried)

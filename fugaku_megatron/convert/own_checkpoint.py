@@ -85,7 +85,8 @@ def open_own(
             raise ValueError(no_checkpoint(directory, f"pass --from-hf {directory}"))
         manifest = read_manifest(directory, found)
         run = saved_run(manifest, (1, 1))
-        model = run.model
+        modules = manifest["config"]["model"].get("mtp_num_layers")
+        model = replace(run.model, mtp_num_layers=modules)
         adapts = manifest["state"].get("lora")
         path = iteration_path(Path(directory), found)
         if adapts is not None:
@@ -98,16 +99,12 @@ def open_own(
         check(base is None, f"holds a whole model: leave {BASE_FLAG} {base} out")
         read = _reader(path, manifest, shapes(model))
     carried = Path(directory) / CARRIED
-    notes = []
-    if modules := manifest["config"]["model"].get("mtp_num_layers"):
-        notes.append(f"the modules of --mtp-num-layers {modules} are left out")
     return Weights(
         model,
         read.dtypes,
         read,
         carried if carried.is_dir() else None,
         manifest["config"],
-        notes=tuple(notes),
     )
 
 
@@ -127,6 +124,7 @@ def _open_base(adapts: dict[str, Any], named: str | None, open_base: OpenBase) -
         f"{BASE_FLAG}",
     )
     weights = open_base(directory, None if named else adapts["base_iteration"])
+    weights = weights.without_predictions()
     check(
         weights.adapters is None,
         f"{directory} holds adapters and not the weights of a model: pass the model's directory "

@@ -106,6 +106,18 @@ class Weights:
             read=lambda name: self.read(name).to(dtype),
         )
 
+    def without_predictions(self) -> Weights:
+        """Return the weights without MTP modules, and a note about the modules."""
+        if not self.model.predictions:
+            return self
+        note = f"the modules of --mtp-num-layers {self.model.mtp_num_layers} are left out"
+        return replace(
+            self,
+            model=replace(self.model, mtp_num_layers=None),
+            dtypes={name: dtype for name, dtype in self.dtypes.items() if not predicts(name)},
+            notes=(*self.notes, note),
+        )
+
     def like(self) -> dict[str, Tensor]:
         return {
             name: torch.empty(shape, dtype=self.dtypes[name], device="meta")
@@ -156,6 +168,11 @@ def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 def layer_of(name: str) -> int | None:
     match = _LAYER.match(name)
     return int(match[1]) if match else None
+
+
+def predicts(name: str) -> bool:
+    """Return True for a tensor of an MTP module."""
+    return name.startswith("mtp.")
 
 
 def linear_of(name: str) -> str:

@@ -139,16 +139,18 @@ def test_the_log_has_the_mean_loss_of_each_module(capsys):
     assert found.mtp_3_loss is None
 
 
-def test_generation_and_conversion_leave_the_modules_out_with_a_note(tmp_path):
+def test_a_checkpoint_is_opened_with_and_without_its_modules(tmp_path):
     with contextlib.closing(make_trainer(SoloComm(), small_run(**MTP))) as trainer:
         trainer.save(str(tmp_path))
         weights = whole_tensors(trainer, "weight")
     found = open_own(str(tmp_path))
-    assert found.notes == ("the modules of --mtp-num-layers 2 are left out",)
-    assert {*found.dtypes} == {name for name in weights if not name.startswith("mtp.")}
-    assert torch.equal(
-        found.read("decoder.final_layernorm.weight"), weights["decoder.final_layernorm.weight"]
-    )
+    assert found.model.predictions == 2 and {*found.dtypes} == {*weights}
+    for name, tensor in weights.items():
+        assert torch.equal(found.read(name), tensor), name
+    alone = found.without_predictions()
+    assert alone.notes == ("the modules of --mtp-num-layers 2 are left out",)
+    assert not alone.model.predictions
+    assert {*alone.dtypes} == {name for name in weights if not name.startswith("mtp.")}
 
 
 TOKENS = torch.arange(10, 19).unsqueeze(1)  # 8 inputs

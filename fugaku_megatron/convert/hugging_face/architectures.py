@@ -187,6 +187,8 @@ _COMMON_BLOCK = {
     "attention_output_gate": False,
     "experimental_attention_variant": None,
     "linear_attention_freq": None,
+    "multi_latent_attention": False,
+    "mtp_num_layers": None,
     "window_size": None,
     "window_attn_skip_freq": None,
     "window_rotary_base": None,
