@@ -275,11 +275,12 @@ def _attention_bytes(run: RunConfig, threads: int, cp_comm_type: str) -> int:
         wanted = min(wanted, -(-threads // sums))
     groups_at_once = min(-(-wanted // share), groups * run.batch.micro_batch_size)
     heads_at_once = wanted if share > wanted else groups_at_once * share
-    query_elements = round_up(queries, ATTENTION_BLOCK) * model.kv_channels
-    key_elements = round_up(keys, ATTENTION_BLOCK) * model.kv_channels
-    per_head = (4 + sums) * query_elements + 2 * queries
-    per_group = key_elements
+    query_rows = round_up(queries, ATTENTION_BLOCK)
+    key_rows = round_up(keys, ATTENTION_BLOCK)
+    # Packed queries and contexts of both kinds, and sums of dQ; packed keys; sums of dK and dV if heads share them.
+    per_head = query_rows * (2 * model.key_value_size + sums * model.kv_channels) + 2 * queries
+    per_group = key_rows * model.kv_channels
     if share > 1:
-        per_head += 2 * key_elements
-        per_group = 3 * key_elements
+        per_head += key_rows * model.key_value_size
+        per_group += key_rows * model.key_value_size
     return FP32_BYTES * (heads_at_once * per_head + groups_at_once * per_group)

@@ -378,21 +378,24 @@ def test_saved_bytes_are_those_that_autograd_keeps(model, layout):
 
 
 @pytest.mark.parametrize(
-    ("heads", "groups", "seq_length"),
-    [(2, 2, 12288), (4, 2, 6144), pytest.param(2, 1, 36864, marks=pytest.mark.full)],
+    ("heads", "groups", "seq_length", "value_size"),
+    [
+        (2, 2, 12288, 64),
+        (2, 2, 12288, 16),
+        (4, 2, 6144, 64),
+        pytest.param(2, 1, 36864, 64, marks=pytest.mark.full),
+    ],
 )
-def test_memory_of_attention_is_that_of_its_kernels(heads, groups, seq_length):
+def test_memory_of_attention_is_that_of_its_kernels(heads, groups, seq_length, value_size):
     """A new thread has no buffers. Forward touches fewer buffers than backward."""
+    kind = {"group_query_attention": True, "num_query_groups": groups, "kv_channels": 64}
+    if value_size < 64:
+        kind = {**LATENT, "qk_head_dim": 60, "qk_pos_emb_head_dim": 4, "v_head_dim": value_size}
     run = small_run(
-        num_attention_heads=heads,
-        group_query_attention=True,
-        num_query_groups=groups,
-        kv_channels=64,
-        seq_length=seq_length,
-        micro_batch_size=1,
+        **{**kind, "num_attention_heads": heads, "seq_length": seq_length, "micro_batch_size": 1}
     )
-    qkv = torch.zeros(seq_length, 1, (heads + 2 * groups) * 64)
-    dout = torch.zeros(seq_length, 1, heads * 64)
+    qkv = torch.zeros(seq_length, 1, (heads + groups) * 64 + groups * value_size)
+    dout = torch.zeros(seq_length, 1, heads * value_size)
     lse = torch.full((1, heads, seq_length), float("inf"))  # every probability is 0
     dqkv = torch.zeros_like(qkv)
     process = psutil.Process()
@@ -401,7 +404,7 @@ def test_memory_of_attention_is_that_of_its_kernels(heads, groups, seq_length):
     def backward() -> None:
         torch.set_num_threads(1)
         before = process.memory_info().rss
-        kernels.attention_backward(qkv, dout, lse, dout, dqkv)
+        kernels.attention_backward(qkv, dout, lse, dout, dqkv, key_size=64)
         grown.append(process.memory_info().rss - before)
 
     thread = threading.Thread(target=backward)
