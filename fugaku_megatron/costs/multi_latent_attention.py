@@ -12,7 +12,7 @@ from ..config.model import ModelConfig
 from ..config.parallel import A2A
 from ..config.run_config import RunConfig
 from ..config.training import MLA_UP_PROJ
-from .attention import AttentionCosts, attention_record, output_vectors
+from .attention import AttentionCosts, attention_record, cache_slots, output_vectors
 from .mixers import Elementwise, Segments, Shapes
 from .records import Collective, Collectives, MatmulCollectives, Record, Records, all_reduce, linear
 from .sizes import FP32_BYTES, context_bytes, qkv_bytes
@@ -69,6 +69,11 @@ class LatentAttentionCosts(AttentionCosts):
             return saved
         shared = run.tokens_per_microbatch * run.model.qk_pos_emb_head_dim * run.element_bytes
         return saved + qkv_bytes(run) - shared
+
+    def cache_bytes(self, run: RunConfig, samples: int, positions: int, kind: LayerKind) -> int:
+        """Return the bytes of narrow vectors and of the keys' rotated part, on every tensor-parallel rank."""
+        width = run.model.kv_lora_rank + run.model.qk_pos_emb_head_dim
+        return samples * cache_slots(kind, positions) * width * run.element_bytes
 
     def weight_input_bytes(self, run: RunConfig) -> int:
         """Return the inputs and output gradients of all projections; the first ones share their input."""

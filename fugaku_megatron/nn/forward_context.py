@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from ..config.model import ModelConfig
-from .attention.heads import Angles, Heads
-from .attention.kv_cache import Cache, LayerCache
+from .attention.heads import Angles
+from .attention.kv_cache import Cache
 from .attention.rotary_angles import TokenAngles, document_angles, rotary_angles
-from .attention.sinks import Sinks
-from .ops import Ops
 from .ops.attention import CachedRows
 
 
@@ -81,31 +79,16 @@ class Rows:
     def one_each(self) -> bool:
         return len(self.positions) == len(self.samples)
 
-    def attend(
-        self,
-        ops: Ops,
-        layer: int,
-        qkv: Tensor,
-        heads: Heads,
-        whole: Callable[[Tensor], Tensor],
-        softcap: float | None,
-        sinks: Sinks | None,
-    ) -> Tensor:
-        """Attend from each row to earlier positions in its sample, qkv -> (r, 1, n v).
+    @property
+    def cached(self) -> CachedRows:
+        return CachedRows(self.samples, self.positions)
 
-        whole: attention of a sequence without cached tokens.
-        """
-        cache = self.cache[layer]
-        assert isinstance(cache, LayerCache)
-        if self.one_each:
-            rows = CachedRows(self.samples, self.positions)
-            return ops.cached_attention(qkv, heads, cache, rows, softcap, sinks)
-        context = []
-        for sample, part in zip(self.samples.tolist(), qkv.split(self.lengths), strict=True):
-            _, keys, values = heads.split(part)
-            cache.store(sample, keys[:, 0, :, 0], values[:, 0, :, 0])
-            context.append(whole(part))
-        return torch.cat(context)
+    def of_samples(self) -> Iterator[tuple[int, int, slice]]:
+        """Yield each sample's place in the cache, the position of its first row, and its rows."""
+        begin = 0
+        for sample, length in zip(self.samples.tolist(), self.lengths, strict=True):
+            yield sample, int(self.positions[begin]), slice(begin, begin + length)
+            begin += length
 
 
 @dataclass(frozen=True)

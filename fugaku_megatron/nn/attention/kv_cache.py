@@ -12,7 +12,10 @@ from .heads import Heads
 
 @dataclass(frozen=True)
 class LayerCache:
-    """Keys (samples, g, slots, d) and values (samples, g, slots, v) of one layer. Position p is in slot p mod slots, a ring for windows."""
+    """Keys (samples, g, slots, d) and values (samples, g, slots, v) of one layer. Position p is in slot p mod slots, a ring for windows.
+
+    Of latent attention a key is what all heads' keys and values are computed from, and its value a view of its first v elements.
+    """
 
     keys: Tensor
     values: Tensor
@@ -23,15 +26,34 @@ class LayerCache:
         keys = torch.empty(*shape, heads.head_size, dtype=dtype)
         return LayerCache(keys, torch.empty(*shape, heads.value_size, dtype=dtype))
 
+    @staticmethod
+    def of_latents(samples: int, slots: int, heads: Heads, dtype: torch.dtype) -> LayerCache:
+        keys = torch.empty(samples, heads.groups, slots, heads.head_size, dtype=dtype)
+        return LayerCache(keys, keys[..., : heads.value_size])
+
     @property
     def slots(self) -> int:
         return self.keys.shape[2]
 
-    def store(self, sample: int, keys: Tensor, values: Tensor) -> None:
-        """Store as many last positions of keys (s, g, d) and values (s, g, v), from position 0, as fit."""
+    @property
+    def has_latents(self) -> bool:
+        return self.values.data_ptr() == self.keys.data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + (0 if self.has_latents else self.values.nbytes)
+
+    def store(self, sample: int, first: int, keys: Tensor, values: Tensor) -> None:
+        """Store as many last positions of keys (s, g, d) and values (s, g, v), from position `first`, as fit."""
         kept = torch.arange(max(0, len(keys) - self.slots), len(keys))
         for cache, new in ((self.keys, keys), (self.values, values)):
-            cache[sample].index_copy_(1, kept % self.slots, new[kept].transpose(0, 1))
+            cache[sample].index_copy_(1, (first + kept) % self.slots, new[kept].transpose(0, 1))
+
+    def before(self, sample: int, position: int) -> tuple[Tensor, Tensor]:
+        """Return the keys (c, g, d) and values (c, g, v) of the last positions before `position`, in order."""
+        kept = torch.arange(max(0, position - self.slots), position) % self.slots
+        keys = self.keys[sample].index_select(1, kept).transpose(0, 1)
+        return keys, self.values[sample].index_select(1, kept).transpose(0, 1)
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,17 @@ from __future__ import annotations
 from functools import partial
 from pkgutil import resolve_name
 
+import torch
 from torch import Tensor
 
 from ...config.training import MLA_UP_PROJ
+from ...costs.attention import cache_slots
 from ..backward import rebuilt
 from ..forward_context import Pass
 from ..layers import ColumnParallelLinear, Context, ReplicatedLinear, WeightedNorm
 from ..ops.rotary import Rotary
 from .heads import Heads
+from .kv_cache import LayerCache
 from .self_attention import Attention
 
 
@@ -76,31 +79,98 @@ class MultiLatentAttention(Attention):
             narrow = self.kv_layernorm(narrow)
         return narrow, self.context.whole_sequence(shared_key)
 
+    def _queries(self, of_queries: Tensor, forward_pass: Pass) -> Tensor:
+        """Return queries (s, b, n d) before their rotation."""
+        has_rank = self.context.model.q_lora_rank is not None
+        project = self.linear_q_up_proj if has_rank else self.linear_q_proj
+        queries: Tensor = project(of_queries, forward_pass)
+        return queries
+
+    def _rotary(self, shared_key: Tensor, forward_pass: Pass) -> Rotary:
+        """Return the rotation of parts of queries and of the keys' shared part."""
+        angles, places = self.own_angles(shared_key, forward_pass)
+        rotated = Heads(self.own_heads.heads, 1, shared_key.shape[-1])
+        # Megatron-LM rotates pairs of neighbours here, whatever --rotary-interleaved says.
+        return Rotary(angles, rotated, interleaved=True, positions=places)
+
     def _to_heads(
         self, of_queries: Tensor, of_keys: Tensor, shared_key: Tensor, forward_pass: Pass
     ) -> Tensor:
         """Return rotated queries, keys and values as in `Heads`, (s, b, n (2 d + v))."""
-        has_rank = self.context.model.q_lora_rank is not None
-        project = self.linear_q_up_proj if has_rank else self.linear_q_proj
-        queries = project(of_queries, forward_pass)
+        queries = self._queries(of_queries, forward_pass)
         keys_values = self.linear_kv_up_proj(of_keys, forward_pass)
-        angles, places = self.own_angles(shared_key, forward_pass)
-        heads = self.own_heads
-        rotated = Heads(heads.heads, 1, shared_key.shape[-1])
-        # Megatron-LM rotates pairs of neighbours here, whatever --rotary-interleaved says.
-        call = Rotary(angles, rotated, interleaved=True, positions=places)
-        return self.context.ops.latent_qkv(queries, keys_values, shared_key, heads, call)
+        call = self._rotary(shared_key, forward_pass)
+        return self.context.ops.latent_qkv(queries, keys_values, shared_key, self.own_heads, call)
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """Attend, (s, b, h) -> (s, b, h), without the projection's bias."""
         of_queries = self._narrow_queries(x, forward_pass)
         of_keys, shared_key = self._narrow_keys(x, forward_pass)
-        to_heads = partial(self._to_heads, of_queries, of_keys, shared_key, forward_pass)
-        qkv = to_heads()
-        if self.context.recomputes(MLA_UP_PROJ, qkv, forward_pass):
-            with rebuilt(qkv, to_heads):
+        rows = forward_pass.rows
+        if rows is None:
+            to_heads = partial(self._to_heads, of_queries, of_keys, shared_key, forward_pass)
+            qkv = to_heads()
+            if self.context.recomputes(MLA_UP_PROJ, qkv, forward_pass):
+                with rebuilt(qkv, to_heads):
+                    context = self.attend_or_recompute(qkv, forward_pass)
+            else:
                 context = self.attend_or_recompute(qkv, forward_pass)
+        elif rows.one_each and self.linear_kv_up_proj.adapter is None:
+            context = self._decode_latents(of_queries, of_keys, shared_key, forward_pass)
         else:
-            context = self.attend_or_recompute(qkv, forward_pass)
+            context = self._prefill_latents(of_queries, of_keys, shared_key, forward_pass)
         projected: Tensor = self.linear_proj(context, forward_pass)
         return projected
+
+    @property
+    def latent_heads(self) -> Heads:
+        """Heads that attend to the cache, whose rows are one group of keys for all heads."""
+        model = self.context.model
+        own = self.own_heads
+        width = model.kv_lora_rank + model.qk_pos_emb_head_dim
+        return Heads(own.heads, 1, width, model.kv_lora_rank, own.score_scale)
+
+    def empty_cache(self, samples: int, positions: int, dtype: torch.dtype) -> LayerCache:
+        """Return a cache of each token's narrow vector and its keys' rotated part, on every tensor-parallel rank."""
+        slots = cache_slots(self.kind, positions)
+        return LayerCache.of_latents(samples, slots, self.latent_heads, dtype)
+
+    def _prefill_latents(
+        self, of_queries: Tensor, of_keys: Tensor, shared_key: Tensor, forward_pass: Pass
+    ) -> Tensor:
+        """Attend from prompts (r, 1, ...) as in training, and store their latents; -> (r, 1, n v)."""
+        qkv = self._to_heads(of_queries, of_keys, shared_key, forward_pass)
+        _, keys, _ = self.own_heads.split(qkv)
+        rotated = keys[:, :, 0, 0, self.context.model.qk_head_dim :]
+        latents = torch.cat((of_keys, rotated), -1)
+        new = (latents, latents[..., : of_keys.shape[-1]])
+        return self.prefill(qkv, new, self.call(len(qkv), 0, forward_pass), forward_pass)
+
+    def widen(self, keys: Tensor, values: Tensor, forward_pass: Pass) -> Tensor:
+        """Return kv (k, 1, n (d + v)) of a sample's latents, keys (k, 1, kv_lora_rank + r)."""
+        model = self.context.model
+        narrow, rotated = keys.split((model.kv_lora_rank, model.qk_pos_emb_head_dim), -1)
+        n = self.own_heads.heads
+        by_head = self.linear_kv_up_proj(narrow.contiguous(), forward_pass).unflatten(2, (n, -1))
+        fixed, of_values = by_head.split((model.qk_head_dim, model.v_head_dim), 3)
+        shared = rotated.unsqueeze(2).expand(-1, -1, n, -1)
+        return torch.cat((fixed, shared, of_values), 3).flatten(2)
+
+    def _decode_latents(
+        self, of_queries: Tensor, of_keys: Tensor, shared_key: Tensor, forward_pass: Pass
+    ) -> Tensor:
+        """Attend from one new token of each sample (r, 1, ...) to latents, which are not projected to heads; -> (r, 1, n v)."""
+        assert forward_pass.rows is not None, "training has no cache"
+        ops = self.context.ops
+        fixed = self.context.model.qk_head_dim
+        weight = self.linear_kv_up_proj.weight
+        by_head = (len(of_keys), 1, self.own_heads.heads, -1)
+        queries = self._queries(of_queries, forward_pass).view(by_head)
+        rotary = self._rotary(shared_key, forward_pass)
+        turned, shared = ops.rotate_parts(rotary, queries[..., fixed:], shared_key)
+        absorbed = ops.absorb_queries(queries[:, 0, :, :fixed], weight)
+        wide = torch.cat((absorbed.unsqueeze(1), turned), 3).flatten(2)
+        row = torch.cat((wide, of_keys, shared), 2)
+        call = self.call(len(row), 0, forward_pass)._replace(heads=self.latent_heads)
+        context = self.decode(row, call, forward_pass.rows).view(by_head)
+        return ops.latents_to_values(context[:, 0], weight, fixed).flatten(1).unsqueeze(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from ...config.rows import LEARNABLE, OFF_BY_ONE
 from ...config.training import CORE_ATTN
 from ...costs.attention import cache_slots
 from ..dropout_key import Dropout
-from ..forward_context import Pass
+from ..forward_context import Pass, Rows
 from ..layers import (
     ColumnParallelLinear,
     Context,
@@ -95,33 +94,62 @@ class Attention(nn.Module):
         if self.context.cp.size > 1 and self.cp_comm_type != A2A:
             return self._between_ranks(qkv, forward_pass)
         model = self.context.model
-        ops = self.context.ops
         tp = self.context.tp
         cp = self.context.cp
         qkv = to_heads(copy_groups(qkv, self.own_heads, self.group_copies), cp)  # whole sequence
         first_head = (tp.rank * cp.size + cp.rank) * self.heads.heads
-        softcap = model.attn_logit_softcapping
-        dropped = self._dropped(first_head * qkv.shape[0], forward_pass)
-        starts = forward_pass.documents.starts
-        attention = partial(
-            ops.attention,
-            heads=self.heads,
-            dropped=dropped,
-            window=self.kind.window,
-            starts=starts,
-        )
-        sinks = self._sinks()
-        if softcap is not None or sinks is not None:
-            mask = AttentionMask(len(qkv), self.kind.window, starts)
-            call = SharedCall(self.heads, mask, dropped, softcap, sinks)
-            attention = partial(self._alone, call=call)
+        call = self.call(len(qkv), first_head * len(qkv), forward_pass)
         if model.uses_rotary(self.kind):
             qkv = self.apply_rotary(qkv, *self._angles(len(qkv), forward_pass))
-        if forward_pass.rows is not None:
-            return forward_pass.rows.attend(
-                ops, self.layer, qkv, self.heads, attention, softcap, sinks
-            )
-        return to_rows(attention(qkv), cp)
+        if forward_pass.rows is None:
+            return to_rows(self._alone(qkv, call), cp)
+        if forward_pass.rows.one_each:
+            return self.decode(qkv, call, forward_pass.rows)
+        _, keys, values = self.heads.split(qkv)
+        return self.prefill(qkv, (keys[:, 0, :, 0], values[:, 0, :, 0]), call, forward_pass)
+
+    def call(self, length: int, row0: int, forward_pass: Pass) -> SharedCall:
+        """Return the arguments of attention in a sequence. row0: first row of the dropout masks"""
+        mask = AttentionMask(length, self.kind.window, forward_pass.documents.starts)
+        softcap = self.context.model.attn_logit_softcapping
+        dropped = self._dropped(row0, forward_pass)
+        return SharedCall(self.heads, mask, dropped, softcap, self._sinks())
+
+    def decode(self, qkv: Tensor, call: SharedCall, rows: Rows) -> Tensor:
+        """Attend from one new token of each sample to its earlier ones, qkv (r, 1, ...) -> (r, 1, n v)."""
+        return self.context.ops.cached_attention(qkv, self._cache(rows), rows.cached, call)
+
+    def prefill(
+        self, qkv: Tensor, new: tuple[Tensor, Tensor], call: SharedCall, forward_pass: Pass
+    ) -> Tensor:
+        """Attend from several new tokens of a sample to each other and to earlier ones, qkv (r, 1, ...) -> (r, 1, n v).
+
+        new: keys (r, g, d) and values (r, g, v) for the cache
+        """
+        assert forward_pass.rows is not None, "training has no cache"
+        cache = self._cache(forward_pass.rows)
+        context = []
+        for sample, first, own in forward_pass.rows.of_samples():
+            keys, values = (part[own] for part in new)
+            if first == 0:
+                context.append(self._alone(qkv[own], call))
+            else:
+                earlier_keys, earlier_values = cache.before(sample, first)
+                all_keys = torch.cat((earlier_keys, keys))
+                all_values = torch.cat((earlier_values, values))
+                kv = self.widen(all_keys, all_values, forward_pass)
+                context.append(self.context.ops.attend_to_earlier(qkv[own], kv, call))
+            cache.store(sample, first, keys, values)
+        return torch.cat(context)
+
+    def widen(self, keys: Tensor, values: Tensor, forward_pass: Pass) -> Tensor:
+        """Return kv (k, 1, g (d + v)) of a sample's keys (k, g, d) and values (k, g, v) from the cache."""
+        return torch.cat((keys, values), -1).flatten(1).unsqueeze(1)
+
+    def _cache(self, rows: Rows) -> LayerCache:
+        cache = rows.cache[self.layer]
+        assert isinstance(cache, LayerCache)
+        return cache
 
     def _sinks(self) -> Sinks | None:
         """Return the sinks of the heads that `attend` computes."""
@@ -135,8 +163,14 @@ class Attention(nn.Module):
 
     def _alone(self, qkv: Tensor, call: SharedCall) -> Tensor:
         """Attend as one of no ranks that share the sequence."""
-        call = call._replace(mask=replace(call.mask, length=len(qkv)))
-        return self.context.ops.shared_attention(qkv, call, ALONE, P2P)
+        ops = self.context.ops
+        mask = call.mask
+        if call.softcap is None and call.sinks is None:
+            return ops.attention(
+                qkv, call.heads, call.dropped, window=mask.window, starts=mask.starts
+            )
+        call = call._replace(mask=replace(mask, length=len(qkv)))
+        return ops.shared_attention(qkv, call, ALONE, P2P)
 
     def _dropped(self, row0: int, forward_pass: Pass) -> Dropout:
         context = self.context
@@ -173,19 +207,11 @@ class Attention(nn.Module):
         return angles, own_places.contiguous()
 
     def _between_ranks(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
-        model = self.context.model
         context = self.context
-        documents = forward_pass.documents
         s = len(qkv) * context.cp.size
-        if model.uses_rotary(self.kind):
+        if context.model.uses_rotary(self.kind):
             qkv = self.apply_rotary(qkv, *self.own_angles(qkv, forward_pass))
-        call = SharedCall(
-            self.heads,
-            AttentionMask(s, self.kind.window, documents.starts),
-            self._dropped(context.tp.rank * self.heads.heads * s, forward_pass),
-            model.attn_logit_softcapping,
-            self._sinks(),
-        )
+        call = self.call(s, context.tp.rank * self.heads.heads * s, forward_pass)
         return context.ops.shared_attention(qkv, call, context.cp, self.cp_comm_type)
 
     def attend_or_recompute(self, qkv: Tensor, forward_pass: Pass) -> Tensor:

@@ -20,6 +20,7 @@ from ..backward import backward, recompute
 from ..dropout_key import DropoutKey
 from ..parameter import WeightCache
 from . import (
+    absorbed,
     activation,
     attention_blocks,
     delta_net,
@@ -115,6 +116,7 @@ class Ops(Backend):
     attention = _attention.attention
     cached_attention = _attention.cached_attention
     attend_block = attention_blocks.attend_block
+    attend_to_earlier = attention_blocks.attend_to_earlier
     add_block_gradients = attention_blocks.add_block_gradients
     shared_attention = _shared_attention.shared_attention
 
@@ -132,6 +134,9 @@ class Ops(Backend):
     bias_dropout_add = _dropout.bias_dropout_add
     rotary = _rotary.rotary
     latent_qkv = _latent_qkv.latent_qkv
+    rotate_parts = _latent_qkv.rotate_parts
+    absorb_queries = absorbed.absorb_queries
+    latents_to_values = absorbed.latents_to_values
     dropout = _dropout.dropout
 
     embedding = _embedding.embedding

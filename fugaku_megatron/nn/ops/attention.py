@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...comm.autograd import Saved, apply_saving
+from ...config.rows import HEAD_MULTIPLE
+from ..attention.context_parallel import SharedCall
 from ..attention.heads import Heads
 from ..attention.kv_cache import LayerCache
-from ..attention.sinks import Sinks
 from ..dropout_key import Dropout
 from ..parameter import as_rows
 from .backend import Backend
@@ -116,35 +117,32 @@ def _torch_attention(
 
 
 def cached_attention(
-    ops: Backend,
-    qkv: Tensor,
-    heads: Heads,
-    cache: LayerCache,
-    rows: CachedRows,
-    softcap: float | None = None,
-    sinks: Sinks | None = None,
+    ops: Backend, qkv: Tensor, cache: LayerCache, rows: CachedRows, call: SharedCall
 ) -> Tensor:
     """Store the keys and values of one new token per sample, and attend, qkv (r, 1, ...) -> (r, 1, n v). Nothing is saved.
 
-    softcap: see --attn-logit-softcapping. sinks: see --softmax-type
+    qkv: without values if the cache has latents
     """
+    heads, _, _, softcap, sinks = call
     keys = cache.keys
     values = cache.values
     samples, positions = rows
     groups = heads.groups
     slots = cache.slots
-    if ops.is_native("attention") and softcap is None and sinks is None:
+    fits = heads.head_size % HEAD_MULTIPLE == heads.value_size % HEAD_MULTIPLE == 0
+    if ops.is_native("attention") and fits and softcap is None and sinks is None:
         out = qkv.new_empty(len(qkv), heads.context_width)
         tensors = as_rows(qkv), keys, values, samples, positions, out
         ops.kernels.attention_decode(*tensors, heads.scale)
         return out.unsqueeze(1)
     context = []
-    new = (part[:, 0] for part in heads.split(qkv))
-    for query, key, value, sample, position in zip(
-        *new, samples.tolist(), positions.tolist(), strict=True
-    ):
-        keys[sample, :, position % slots] = key[:, 0]
-        values[sample, :, position % slots] = value[:, 0]
+    by_group = qkv.view(len(qkv), groups, -1)
+    of_queries = heads.queries_per_group * heads.head_size
+    for new, sample, position in zip(by_group, samples.tolist(), positions.tolist(), strict=True):
+        query = new[:, :of_queries].unflatten(1, (-1, heads.head_size))  # (g, n / g, d)
+        keys[sample, :, position % slots] = new[:, of_queries:][:, : heads.head_size]
+        if not cache.has_latents:
+            values[sample, :, position % slots] = new[:, -heads.value_size :]
         stored = slice(sample, sample + 1), slice(None), slice(min(position + 1, slots))
         # (1, g, n / g, d): a group's queries are the rows of attention, so that nothing is repeated.
         queries = query.unsqueeze(0)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.context_parallel import AttentionGradients, Block, SharedCall
+from ..attention.context_parallel import AttentionGradients, Block, Result, SharedCall
 from ..dropout_key import Dropout
 from .backend import Backend
 from .dropout import dropout
@@ -34,6 +34,20 @@ def attend_block(
     probabilities = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
     out = (probabilities * _block_dropout(ops, call, block, len(scores))) @ values
     return out.permute(2, 0, 1, 3).flatten(2).to(qkv.dtype), lse
+
+
+def attend_to_earlier(ops: Backend, qkv: Tensor, kv: Tensor, call: SharedCall) -> Tensor:
+    """Attend from the last tokens of a sequence to all its tokens, qkv (s, b, ...) -> (s, b, n v). Nothing is saved.
+
+    kv: keys and values of the whole sequence, (k, b, g (d + v))
+    """
+    length = len(kv)
+    rows = slice(0, len(qkv))
+    call = call._replace(mask=replace(call.mask, length=length))
+    block = Block(rows, range(length - len(qkv), length), range(length))
+    result = Result(len(qkv), qkv.shape[1], call)
+    result.merge(rows, *attend_block(ops, call, block, qkv, kv))
+    return result.total.flatten(2).to(qkv.dtype)
 
 
 def add_block_gradients(

@@ -5,6 +5,8 @@ n heads of this rank, d elements of a query or key, of which the last r are rota
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,19 @@ from ...comm.autograd import apply_conjugates
 from ..attention.heads import Heads
 from .backend import Backend
 from .rotary import Rotary, rotate
+
+
+def rotate_parts(
+    ops: Backend, call: Rotary, by_head: Tensor, shared: Tensor, inverse: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rotate the last elements of queries (s, b, n, r) and the shared key (s, b, r), or back."""
+    if call.angles is None:
+        return by_head, shared
+    unrotated = shared.unsqueeze(2)  # the kernels expect a value, too
+    stacked = torch.cat((by_head, unrotated, unrotated), 2)
+    rotated = rotate(ops, stacked.flatten(2), call, inverse).view_as(stacked)
+    heads = by_head.shape[2]
+    return rotated[:, :, :heads], rotated[:, :, heads]
 
 
 def latent_qkv(
@@ -32,15 +47,7 @@ def latent_qkv(
     s, b, r = shared_key.shape
     n = heads.heads
     fixed = heads.head_size - r
-
-    def turn(by_head: Tensor, shared: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
-        """Rotate the last elements of queries (s, b, n, r) and the shared key (s, b, r)."""
-        if call.angles is None:
-            return by_head, shared
-        unrotated = shared.unsqueeze(2)  # the kernels expect a value, too
-        stacked = torch.cat((by_head, unrotated, unrotated), 2)
-        rotated = rotate(ops, stacked.flatten(2), call, inverse).view_as(stacked)
-        return rotated[:, :, :n], rotated[:, :, n]
+    turn = partial(rotate_parts, ops, call)
 
     def forward(queries: Tensor, keys_values: Tensor, shared_key: Tensor) -> Tensor:
         qkv = queries.new_empty(s, b, heads.qkv_width)
