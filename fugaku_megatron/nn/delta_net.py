@@ -139,7 +139,7 @@ class GatedDeltaNet(nn.Module):
     def _prefill(
         self, convolved: Tensor, gates: DeltaGates, state: DeltaState, rows: Rows
     ) -> Tensor:
-        """Compute whole prompts, and store their last states."""
+        """Compute several new tokens of samples, and store their last states."""
         ops = self.context.ops
         prompts = zip(
             rows.samples.tolist(),
@@ -148,8 +148,11 @@ class GatedDeltaNet(nn.Module):
         )
         outs = []
         for sample, x, decay, beta in prompts:
-            qkv = ops.causal_convolution(x, self.conv1d)
-            out, last = ops.gated_delta_rule(qkv, DeltaGates(decay, beta), self.heads)
+            earlier = state.inputs[sample].unsqueeze(1)
+            before = state.states[sample].unsqueeze(0)
+            qkv = ops.causal_convolution(x, self.conv1d, earlier=earlier)
+            own_gates = DeltaGates(decay, beta)
+            out, last = ops.gated_delta_rule(qkv, own_gates, self.heads, state=before)
             state.store(sample, x, last)
             outs.append(out)
         return torch.cat(outs)

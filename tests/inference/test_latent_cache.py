@@ -7,15 +7,18 @@ import torch
 
 from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.costs.attention import AttentionCosts
+from fugaku_megatron.costs.linear_layers import q8_inference_savings
 from fugaku_megatron.costs.mixers import cache_bytes
+from fugaku_megatron.costs.stages import stage_parameters
 from fugaku_megatron.inference.generate import describe
 from fugaku_megatron.inference.generation import Decoder
 from fugaku_megatron.inference.loading import LoadedModel, _empty_model, operations, quantize
 from fugaku_megatron.nn.attention.kv_cache import LayerCache
 from fugaku_megatron.nn.attention.multi_latent_attention import MultiLatentAttention
+from fugaku_megatron.nn.parameter import scales_of
 from tests.checks.generation import random_model, tokens_of
 from tests.helpers import grid_groups, make_trainer, small_run
-from tests.llama_models import LATENT
+from tests.llama_models import DELTA_NETS, LATENT
 from tests.threads import ThreadWorld
 
 pytestmark = pytest.mark.parallel
@@ -140,9 +143,10 @@ def test_logits_are_those_of_whole_sequences(changes):
         ("qwen3", {}),
         ("llama", {"attn_logit_softcapping": 2.0}),
         ("llama", {"softmax_type": "learnable"}),
+        ("qwen3", DELTA_NETS),
     ],
 )
-def test_parts_of_prompts_with_other_attention(family, changes):
+def test_parts_of_prompts_with_other_mixers(family, changes):
     model = random_model(SoloComm(), family, 1, 1, **changes)
     whole = logits(model, WHOLE)
     for pieces in (ONE_BY_ONE, IN_PARTS):
@@ -175,11 +179,14 @@ def test_other_formats(precision):
 
 
 def test_weights_in_eight_bits():
-    """Decoding reads the quantized projection, and its logits do not depend on the batch."""
+    """Decoding reads the quantized projections, as many bytes as planned, and its logits do not depend on the batch."""
     model = random_model(SoloComm(), "gpt", 1, 1, **LATENT)
     exact = logits(model, WHOLE)
     quantize(model.stage)
-    assert model.stage.layers[0].self_attention.linear_kv_up_proj.weight.dtype == torch.int8
+    stored = [*model.stage.parameters()]
+    stored += [scales for p in stored if (scales := scales_of(p)) is not None]
+    planned = stage_parameters(model.run, 0) * 4 - q8_inference_savings(model.run, 0)
+    assert sum(tensor.nbytes for tensor in stored) == planned
     both = logits(model, ONE_BY_ONE)
     assert (both - exact).norm() < 0.1 * exact.norm()
     alone = logits(model, [[piece[1]] for piece in ONE_BY_ONE])

@@ -74,11 +74,9 @@ class DeltaState:
         return DeltaState(torch.zeros(samples, *inputs, dtype=dtype), torch.zeros(samples, *state))
 
     def store(self, sample: int, inputs: Tensor, state: Tensor) -> None:
-        """Store the last of a prompt's inputs (s, 1, channels), and its last state (1, n, key size, value size)."""
+        """Append new inputs (s, 1, channels), and store the state (1, n, key size, value size) after them."""
         own = self.inputs[sample]
-        count = min(len(inputs), len(own))
-        own.zero_()
-        own[len(own) - count :] = inputs[len(inputs) - count :, 0]
+        own.copy_(torch.cat((own, inputs[:, 0]))[len(inputs) :])
         self.states[sample] = state[0]
 
 
