@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 from .fields import check, flag
@@ -42,6 +43,8 @@ class MixerPart(NamedTuple):
     replicated: linear layers that every tensor-parallel rank has
     softmax: softmax attention, with a window, rope and a cache of keys and values
     stateful, norms: modules with a state in Transformer Engine, always or with --qk-layernorm
+    fused: norm -> linear layer with whose name Megatron-LM saves the norm
+    fused_locally: Megatron-LM's layers without Transformer Engine save `fused` norms, and the MLP's, with these names too
     """
 
     layer: str
@@ -52,6 +55,8 @@ class MixerPart(NamedTuple):
     softmax: bool = False
     stateful: tuple[str, ...] = ()
     norms: tuple[str, ...] = ()
+    fused: Mapping[str, str] = MappingProxyType({})
+    fused_locally: bool = True
 
 
 MIXERS = {
@@ -62,6 +67,7 @@ MIXERS = {
         softmax=True,
         stateful=("core_attention",),
         norms=("q_layernorm", "k_layernorm"),
+        fused={"input_layernorm": QKV},
         costs="fugaku_megatron.costs.attention:AttentionCosts",
     ),
     MULTI_LATENT_ATTENTION: MixerPart(
@@ -70,6 +76,9 @@ MIXERS = {
         linears=(*UP_PROJECTIONS, PROJ),
         replicated=(Q_DOWN, KV_DOWN),
         softmax=True,
+        stateful=("core_attention",),
+        fused={"self_attention.q_layernorm": Q_UP, "self_attention.kv_layernorm": KV_UP},
+        fused_locally=False,
         costs="fugaku_megatron.costs.multi_latent_attention:LatentAttentionCosts",
     ),
     GATED_DELTA_NET: MixerPart(
@@ -77,6 +86,7 @@ MIXERS = {
         symbol="G",
         linears=(IN_PROJ, OUT_PROJ),
         stateful=("out_norm",),
+        fused={"input_layernorm": IN_PROJ},
         costs="fugaku_megatron.costs.delta_net:DeltaNetCosts",
     ),
 }

@@ -10,8 +10,7 @@ from functools import partial
 
 from .fields import (
     ANGLES,
-    OTHER_WEIGHTS,
-    OWN_FORM,
+    SAME,
     WEIGHTS,
     check,
     flag,
@@ -25,7 +24,7 @@ latent_field = partial(
     option,
     needs="multi_latent_attention",
     meaning=WEIGHTS,
-    megatron=OWN_FORM,
+    megatron=SAME,
     maximum=2**16,
 )
 
@@ -38,7 +37,7 @@ class LatentAttentionFields:
         "attention computes the keys and values of all heads from --kv-lora-rank numbers of a token, as in DeepSeek-V3; "
         "--qk-layernorm normalises these numbers, and the --q-lora-rank ones of queries",
         meaning=WEIGHTS,
-        megatron=OTHER_WEIGHTS,
+        megatron=SAME,
     )
     q_lora_rank: int | None = latent_field(
         None, "numbers from which the queries are computed (default: the hidden state)"
@@ -54,7 +53,7 @@ class LatentAttentionFields:
         choices=(ROPE, YARN),
         needs="multi_latent_attention",
         meaning=ANGLES,
-        megatron=OWN_FORM,
+        megatron=SAME,
     )
 
     def _check_latent_attention(self, position_embedding_type: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .fields import NOT_NEGATIVE, OTHER_WEIGHTS, SAME, WEIGHTS, check, course_option, optional
+from .fields import NOT_NEGATIVE, SAME, WEIGHTS, check, course_option, optional
 from .rows import NO_POSITIONS, ROPE
 
 MAX_MODULES = 4  # the log has a column for the loss of each
@@ -23,7 +23,7 @@ class PredictionFields:
         "model's embedding and head; in training alone (default: none)",
         maximum=MAX_MODULES,
         meaning=WEIGHTS,
-        megatron=OTHER_WEIGHTS,
+        megatron=SAME,
     )
     mtp_loss_scaling_factor: float = course_option(
         0.1,

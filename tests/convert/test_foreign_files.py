@@ -121,10 +121,8 @@ def test_names_that_could_run_code_are_refused(value, tmp_path):
     [
         ("qk_l2_norm", True, "qk_l2_norm is True: this form of attention"),
         ("softmax_type", "learnable", "softmax_type is 'learnable'"),
-        ("mtp_num_layers", 1, "mtp_num_layers is 1"),
         ("mtp_use_repeated_layer", True, "mtp_use_repeated_layer is True"),
         ("use_mup", True, "use_mup is True"),
-        ("multi_latent_attention", True, "multi_latent_attention is True"),
         ("apply_residual_connection_post_layernorm", True, "apply_residual_connection_post"),
         ("glu_linear_offset", 1.0, "glu_linear_offset is 1.0"),
         ("activation_func_clamp_value", 7.0, "activation_func_clamp_value is 7.0"),

@@ -20,6 +20,7 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.architecture import architecture
 from fugaku_megatron.config.model import ModelConfig
 from fugaku_megatron.convert.megatron.delta_net import is_shifted, joined_parts, parts_of
+from fugaku_megatron.convert.megatron.names import their_name
 from fugaku_megatron.convert.open_weights import open_weights
 from fugaku_megatron.run.checkpoint_source import with_padding
 from fugaku_megatron.run.resume import resume_training
@@ -35,7 +36,17 @@ PATTERNS = {
 }
 # version of Python -> models
 CASES = {
-    "3.12": ("dense", "llama", "experts", "shared", "delta", *PATTERNS),
+    "3.12": (
+        "dense",
+        "llama",
+        "experts",
+        "shared",
+        "delta",
+        "latent",
+        "mtp",
+        "latent_mtp",
+        *PATTERNS,
+    ),
     "3.11": ("dense", "llama", "experts", "shared"),
 }
 
@@ -120,7 +131,8 @@ class Samples:
 @pytest.mark.parametrize("version", CASES)
 def test_a_run_of_megatron_core_continues(version, tmp_path):
     """Five updates equal those of torch.optim.AdamW from the same state."""
-    names = [name for name in ("dense", "llama", "experts", "delta") if name in CASES[version]]
+    trained = ("dense", "llama", "experts", "delta", "latent", "mtp", "latent_mtp")
+    names = [name for name in trained if name in CASES[version]]
     theirs(version, "train", tmp_path, *names)
     for name in names:
         folder = tmp_path / name
@@ -142,6 +154,8 @@ def test_a_run_of_megatron_core_continues(version, tmp_path):
                 "weight_decay": 0.1,
                 "adam_eps": 1e-4,
                 "clip_grad": 1.0,
+                "mtp_loss_scaling_factor": 0.6 if model["mtp_num_layers"] else 0.1,
+                "moe_router_bias_update_rate": 1e-30,  # torch.optim.AdamW does not balance experts
             }
         )
         resume = find_checkpoint(run, SoloComm())
@@ -149,11 +163,12 @@ def test_a_run_of_megatron_core_continues(version, tmp_path):
         trainer = make_trainer(SoloComm(), with_padding(run, resume), data=(data, data))
         lines = resume_training(trainer, resume)
         assert lines[0] == f"resumed from {folder} at iteration 3"
-        for _ in range(5):
-            trainer.train_step()
-        trained = whole_tensors(trainer, "weight")
+        results = [trainer.train_step() for _ in range(5)]
+        weights = whole_tensors(trainer, "weight")
         trainer.close()
-        check_weights(trained, found["weights"], trainer.run.model)
+        for result, losses in zip(results, found["losses"], strict=True):
+            assert [result.loss, *result.predictions] == pytest.approx(losses, rel=1e-5)
+        check_weights(weights, found["weights"], trainer.run.model)
 
 
 def check_weights(
@@ -162,9 +177,11 @@ def check_weights(
     """Compare with a local GPTModel's parameters."""
     compared = 0
     for name, tensor in ours.items():
-        key = name
+        if name.endswith(".expert_bias"):  # no parameter there
+            continue
+        key = their_name(name, {}).replace(".transformer_layer.", ".mtp_model_layer.")
         if ".mlp.experts." in name:
-            place, linear, _ = name.rsplit(".", 2)
+            place, linear, _ = key.rsplit(".", 2)
             experts = range(len(tensor))
             keys = [f"{place}.local_experts.{expert}.{linear}.weight" for expert in experts]
             value = torch.stack([theirs[key] for key in keys])

@@ -63,6 +63,25 @@ DELTA = dict(
 DELTA_LAYERS = dict(
     experimental_attention_variant="gated_delta_net", linear_attention_freq=[1, 0, 1]
 )
+LATENT = dict(
+    LLAMA,
+    num_query_groups=None,
+    multi_latent_attention=True,
+    kv_lora_rank=16,
+    qk_head_dim=12,
+    qk_pos_emb_head_dim=8,
+    v_head_dim=16,
+    qk_layernorm=True,
+)
+LATENT_YARN = dict(
+    q_lora_rank=20,
+    rope_type="yarn",
+    rotary_scaling_factor=40.0,
+    mscale=0.9,
+    mscale_all_dim=0.5,
+    apply_rope_fusion=False,
+)
+MTP = dict(mtp_num_layers=2, mtp_loss_scaling_factor=0.6)
 UNTIED = dict(position_embedding_type="rope", share_embeddings_and_output_weights=False)
 TIED = dict(position_embedding_type="learned_absolute", share_embeddings_and_output_weights=True)
 # Fields of the config, arguments of the model, pattern of a HybridModel.
@@ -72,6 +91,20 @@ CASES: dict[str, Case] = {
     "llama": (dict(LLAMA, qk_layernorm=True), UNTIED, None),
     "experts": (dict(LLAMA, **EXPERTS), UNTIED, None),
     "shared": (dict(LLAMA, **EXPERTS, **SHARED), UNTIED, None),
+    "mtp": (dict(LLAMA, **MTP), UNTIED, None),
+    "latent": (dict(LATENT, **LATENT_YARN), UNTIED, None),
+    "latent_mtp": (
+        dict(
+            {**LATENT, "qk_layernorm": False},
+            q_lora_rank=None,
+            rope_type="rope",
+            **EXPERTS,
+            **SHARED,
+            **MTP,
+        ),
+        UNTIED,
+        None,
+    ),
     "hybrid": (dict(LLAMA, num_layers=4), UNTIED, "*-*-"),
     "hybrid_parts": (dict(LLAMA, num_layers=3), UNTIED, "**-"),
     "hybrid_experts": (dict(LLAMA, **EXPERTS, num_layers=4), UNTIED, "*E*E"),
@@ -127,7 +160,7 @@ def arguments(case: Case, size: int = 1) -> argparse.Namespace:
         padded_vocab_size=ROWS,
         vocab_size=ROWS,
         norm_epsilon=1e-5,
-        group_query_attention="num_query_groups" in fields,
+        group_query_attention=fields.get("num_query_groups") is not None,
         swiglu=fields.get("gated_linear_unit", False),
         bias_gelu_fusion=fields.get("bias_activation_fusion", False),
         num_experts=fields.get("num_moe_experts"),
@@ -211,6 +244,21 @@ def with_norms(layer: Any) -> None:
     attention.k_layernorm = Norm
 
 
+def attend_latent(spec: Any) -> None:
+    """Replace the attention of a GPTModel's layers by one with values of another size, which megatron-core has on a GPU alone."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class LatentAttention(DotProductAttention):
+        def __init__(
+            self, *args: Any, k_channels: int = 0, v_channels: int = 0, **named: Any
+        ) -> None:
+            super().__init__(*args, **named)
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    for layer in getattr(spec, "layer_specs", [spec]):
+        layer.submodules.self_attention.submodules.core_attention = LatentAttention
+
+
 def hybrid_stack(pattern: str) -> Any:
     """Return a HybridModel's layers out of megatron-core's own modules; its spec needs a GPU package."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -275,12 +323,17 @@ def build(case: Case, rank: int = 0, size: int = 1) -> torch.nn.Module:
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
         get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
     )
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import (
+        MLATransformerConfig,
+        TransformerConfig,
+    )
 
     fields, other, pattern = case
-    config = TransformerConfig(
+    latent = "multi_latent_attention" in fields
+    config = (MLATransformerConfig if latent else TransformerConfig)(
         **{**COMMON, "bias_activation_fusion": False, **fields},
         tensor_model_parallel_size=size,
         use_cpu_initialization=True,
@@ -293,7 +346,9 @@ def build(case: Case, rank: int = 0, size: int = 1) -> torch.nn.Module:
         gradient_accumulation_fusion=False,
     )
     torch.manual_seed(1 + rank)
-    common = dict(vocab_size=ROWS, max_sequence_length=LENGTH, parallel_output=False, **other)
+    common = dict(vocab_size=ROWS, max_sequence_length=LENGTH, **other)
+    # The loss of MTP modules changes the logits in place, which gathered ones do not allow.
+    common["parallel_output"] = config.mtp_num_layers is not None
     if pattern is not None:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 
@@ -302,12 +357,18 @@ def build(case: Case, rank: int = 0, size: int = 1) -> torch.nn.Module:
         spec = delta_layers(config)
     elif config.num_moe_experts is None:
         spec = get_gpt_layer_local_spec(
-            normalization=config.normalization, qk_layernorm=config.qk_layernorm
+            normalization=config.normalization,
+            qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=latent,
         )
     else:
         spec = get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, normalization=config.normalization
         )
+    if latent:
+        attend_latent(spec)
+    if config.mtp_num_layers:
+        common["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, False)
     return GPTModel(config, spec, **common)
 
 
@@ -394,8 +455,21 @@ def loss_of(model: torch.nn.Module, samples: torch.Tensor) -> torch.Tensor:
     length = samples.shape[1] - 1
     mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), diagonal=1)
     positions = torch.arange(length)[None].expand(len(samples), -1)
+    if getattr(
+        model, "module", model
+    ).config.mtp_num_layers:  # its loss has the MTP modules' gradient
+        return model(samples[:, :-1], positions, mask, labels=samples[:, 1:]).mean()
     logits = model(samples[:, :-1], positions, mask)
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), samples[:, 1:].flatten())
+
+
+def module_losses() -> torch.Tensor:
+    """Return the losses of MTP modules since they were last set to 0."""
+    try:
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+    except ImportError:  # megatron-core 0.16 without Transformer Engine
+        return torch.zeros(0)
+    return MTPLossLoggingHelper.tracker.get("loss_values", torch.zeros(0))
 
 
 def train(name: str, folder: Path) -> None:
@@ -460,8 +534,14 @@ def train(name: str, folder: Path) -> None:
         for key, parameter in module.named_parameters():
             if parameter in each.model_param_gbuf_map:
                 moments[key] = each._get_main_param_and_optimizer_states(parameter)
-    continued = train_plainly(name, weights, moments, samples[DONE:], scheduler, optimizer)
-    expected = {"by": __version__, "samples": samples, "saved": weights, "weights": continued}
+    continued, losses = train_plainly(name, weights, moments, samples[DONE:], scheduler, optimizer)
+    expected = {
+        "by": __version__,
+        "samples": samples,
+        "saved": weights,
+        "weights": continued,
+        "losses": losses,
+    }
     torch.save(expected, folder / name / "expected.pt")
 
 
@@ -472,8 +552,10 @@ def train_plainly(
     samples: torch.Tensor,
     scheduler: Any,
     theirs: Any,
-) -> dict[str, torch.Tensor]:
-    """Continue with torch.optim.AdamW from moments; return the weights at the end.
+) -> tuple[dict[str, torch.Tensor], list[list[float]]]:
+    """Continue with torch.optim.AdamW from moments; return the weights at the end, and the losses before each update.
+
+    The losses are the model's, and those of its MTP modules as Megatron-LM logs them.
 
     scheduler: sets the learning rate of the optimizer `theirs`
     """
@@ -492,15 +574,19 @@ def train_plainly(
             "exp_avg": own["exp_avg"].detach().clone().view_as(parameter),
             "exp_avg_sq": own["exp_avg_sq"].detach().clone().view_as(parameter),
         }
+    losses = []
     for batch in samples:
         adam.zero_grad()
-        loss_of(model, batch).backward()
+        module_losses().zero_()
+        loss = loss_of(model, batch)
+        losses.append([loss.item(), *module_losses().tolist()])
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), ADAM["clip_grad"])
         for group in adam.param_groups:
             group["lr"] = theirs.param_groups[0]["lr"]
         adam.step()
         scheduler.step(increment=BATCH)
-    return {key: parameter.detach() for key, parameter in model.named_parameters()}
+    return {key: parameter.detach() for key, parameter in model.named_parameters()}, losses
 
 
 if __name__ == "__main__":

@@ -32,9 +32,25 @@ from ...config.hybrid import PER_SYMBOL, Pattern, parse_pattern, with_layers
 from ...config.layer_kinds import DENSE_SYMBOL, EXPERTS_SYMBOL, MIXERS, layer_pattern
 from ...config.megatron_flags import OTHER_FLAGS, saved_arguments
 from ...config.model import ModelConfig
+from ...config.multi_latent_attention import LatentAttentionFields
 from ...config.rows import LEARNED, MASKED, MLP_OF_EXPERTS, NO_POSITIONS, NORMS, ROPE
 
 EXPERTS = tuple(each.name for each in declarations(ExpertFields))
+# Numbers of latent attention, of which Megatron-LM saves defaults with every model.
+_LATENT = tuple(each.name for each in declarations(LatentAttentionFields) if each.kind is not bool)
+# Fields that Megatron-LM's latent attention does not read.
+_UNREAD_BY_LATENT = (
+    "use_rope_scaling",
+    "rotary_seq_len_interpolation_factor",
+    "no_rope_freq",
+    "yarn_correction_range_round_to_int",
+)
+# Arguments of megatron-core's latent attention, which Megatron-LM has no flags for -> fields.
+_LATENT_YARN = {
+    "original_max_position_embeddings": "yarn_original_max_position_embeddings",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+}
 VERSION = 3.0  # of checkpoints that are written; since 2.0 each head, or group, has its queries, key and value together
 # Arguments of experts that change what their weights mean.
 _EXPERT_VARIANTS = (
@@ -51,6 +67,7 @@ READ = frozenset(
         "add_bias_linear",
         "add_position_embedding",
         *PATTERNS,
+        *_LATENT_YARN,
         "norm_epsilon",
         "padded_vocab_size",
         "use_rotary_position_embeddings",
@@ -143,9 +160,31 @@ def model_of(
         values["hybrid_layer_pattern"] = pattern
         for name in ("moe_layer_freq", "linear_attention_freq"):  # not read by a HybridModel
             values.pop(name, None)
+    if given.get("multi_latent_attention"):
+        _read_latent(values, given)
     model = ModelConfig(**with_layers(values))
     _check_biases(model)
     return model
+
+
+def _read_latent(values: FieldValues, given: FieldValues) -> None:
+    """Change values to those that Megatron-LM's latent attention reads."""
+    for name in _UNREAD_BY_LATENT:
+        values.pop(name, None)
+    if values["position_embedding_type"] != LEARNED:
+        values["position_embedding_type"] = ROPE
+    for theirs, ours in _LATENT_YARN.items():
+        values.pop(ours, None)
+        if given.get(theirs) is not None:
+            values[ours] = given[theirs]
+    if given.get("rope_type") == ROPE:
+        factor = values.pop("rotary_scaling_factor", 1.0)
+        scale = values.pop("mscale_all_dim", 0.0)
+        check(
+            factor == 1.0 or scale == 0.0,
+            f"mscale_all_dim is {scale} and rotary_scaling_factor {factor} with rope_type rope: Megatron-LM scales the scores "
+            "by them, which is supported with yarn alone",
+        )
 
 
 def checked_model(
@@ -166,7 +205,9 @@ def _check_biases(model: ModelConfig) -> None:
 
 def _values(given: FieldValues) -> FieldValues:
     """Return the values of fields of the same name."""
-    left_out = EXPERTS if given.get("num_experts") is None else ()
+    left_out = set(EXPERTS if given.get("num_experts") is None else ())
+    if not given.get("multi_latent_attention"):
+        left_out.update(_LATENT)
     if given.get("norm_epsilon") is not None:  # the newer name
         given = {**given, "layernorm_epsilon": given["norm_epsilon"]}
     values: FieldValues = {}
@@ -242,12 +283,13 @@ def arguments_of(
     same["num_query_groups"] = (
         model.num_query_groups or 1
     )  # its default, which counts with group_query_attention
+    positions = ROPE if model.multi_latent_attention else model.position_embedding_type
     window = None if model.window is None else (model.window - 1, 0)
     return argparse.Namespace(
         **same,
         norm_epsilon=model.layernorm_epsilon,
         add_bias_linear=not model.disable_bias_linear,
-        position_embedding_type=model.position_embedding_type,
+        position_embedding_type=positions,
         add_position_embedding=model.learned_positions,
         window_size=window,
         vocab_size=model.vocab_size,
@@ -280,6 +322,14 @@ def _check_described(model: ModelConfig) -> None:
             f"{flag(each.name)} is {value}, and Megatron-LM's GPT computes "
             f"{' or '.join(map(str, described))}",
         )
+    if model.multi_latent_attention:
+        for name in (*_UNREAD_BY_LATENT, *_LATENT_YARN.values()):
+            value = getattr(model, name)
+            default = ModelConfig.__dataclass_fields__[name].default
+            check(
+                value == default,
+                f"{flag(name)} is {value}, and Megatron-LM's latent attention computes {default}, for which it has no argument",
+            )
     for each in declarations(ModelConfig):
         value = getattr(model, each.name)
         check(

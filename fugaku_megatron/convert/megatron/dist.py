@@ -23,7 +23,7 @@ from torch import Tensor
 from ...checkpoint.manifest import RELEASE, TORCH_DIST_COMMON, TRACKER
 from ...config.fields import check
 from ...config.hybrid import parse_pattern
-from ...config.layer_kinds import MIXERS, LayerKind
+from ...config.layer_kinds import EH_PROJ, MIXERS, LayerKind
 from ...config.model import ModelConfig
 from ...config.rows import MLP_OF_EXPERTS
 from ...costs.sizes import round_up
@@ -56,6 +56,7 @@ from .pickles import save_pickled
 from .torch_dist import COMMON_STATE, DistFiles, DistWriter, GlobalPiece, Shape, object_key
 
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
+_MODULE_LAYER = re.compile(r"mtp\.layers\.(\d+)\.transformer_layer\.")
 _HYBRID_LAYER = re.compile(r"(?<=decoder\.layers\.)(\d+)(?=\.)")
 # Linear layers with extra state, of a layer with an MLP and with experts; Transformer Engine's have more.
 _EXPERTS = ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2")
@@ -225,6 +226,11 @@ def save_dist(weights: Weights, directory: Path, form: DistFormat) -> None:
         form = replace(form, pattern="".join(model_pattern(model).layers))
     if form.pattern is not None:
         check_pattern(form.pattern, model)
+        check(
+            not model.predictions,
+            f"--hybrid-layer-pattern {form.pattern!r:.60} with --mtp-num-layers {model.mtp_num_layers}: the MTP modules of a "
+            "HybridModel are not converted: leave --hybrid-layer-pattern out",
+        )
     assert model.vocab_size is not None, "weights say it"
     rows = round_up(model.vocab_size, form.multiple)
     args = arguments_of(model, rows, next(iter(weights.dtypes.values())), 1, 1)
@@ -274,20 +280,22 @@ class _Names:
         if self.model.num_experts is not None:
             args.moe_grouped_gemm = self.form.transformer_engine
 
-    def _fused(self, layer: int | None) -> dict[str, str]:
+    def _fused(self, name: str) -> dict[str, str]:
         """Return the norms with a key of the next matmul.
 
         Transformer Engine has no such matmul for experts; a local GPTModel maps both norms.
         """
+        layer = layer_of(name)
+        if match := _MODULE_LAYER.match(name):
+            layer = self.model.num_layers + int(match[1])
         if layer is None:
             return {}
-        kind = self.model.layer_kinds[layer]
-        apart = self.form.transformer_engine or self.form.pattern is not None
-        return fused_norms(kind.mixer, apart and kind.mlp == MLP_OF_EXPERTS)
+        engine = self.form.transformer_engine or self.form.pattern is not None
+        return fused_norms(self.model.all_layer_kinds[layer], engine, experts_apart=engine)
 
     def key(self, name: str) -> str:
         layer = layer_of(name)
-        theirs = their_name(name, self._fused(layer)).replace(
+        theirs = their_name(name, self._fused(name)).replace(
             ".mlp.experts.", ".mlp.experts.experts."
         )
         if self.stacked:
@@ -335,9 +343,17 @@ class _Names:
 
     def extra_states(self) -> Iterator[str]:
         """Yield the keys of extra states, all empty: of FP8, which the weights here do not have."""
-        for layer, kind in enumerate(self.model.layer_kinds):
-            for module in self._stateful_modules(kind):
-                yield from self._extra_state(layer, module)
+        layers = self.model.num_layers
+        for layer, kind in enumerate(self.model.all_layer_kinds):
+            place = f"decoder.layers.{layer}."
+            if kind.predicts:
+                module = f"mtp.layers.{layer - layers}"
+                place = f"{module}.transformer_layer."
+                norms = ("enorm", "hnorm", "final_layernorm")
+                for part in (EH_PROJ, *(norms if self.form.transformer_engine else ())):
+                    yield object_key(f"{module}.{part}._extra_state")
+            for part in self._stateful_modules(kind):
+                yield from self._extra_state(place, part)
         if self.form.pattern is not None:
             yield object_key("output_layer._extra_state")
         if self.form.transformer_engine:
@@ -348,11 +364,14 @@ class _Names:
         engine = self.form.transformer_engine
         if kind.mixer is not None:
             mixer = MIXERS[kind.mixer]
-            modules: tuple[str, ...] = mixer.linears
+            linears = (*mixer.linears, *mixer.replicated)
+            modules = [name for name in linears if name in self.model.mixer_linears]
             if engine:
                 modules += mixer.stateful
                 if self.model.qk_layernorm:
                     modules += mixer.norms
+                if "input_layernorm" not in mixer.fused:
+                    yield "input_layernorm"
             yield from (f"self_attention.{module}" for module in modules)
         if kind.mlp is None:
             return
@@ -365,11 +384,13 @@ class _Names:
         if engine:
             yield "pre_mlp_layernorm"
 
-    def _extra_state(self, layer: int, module: str) -> Iterator[str]:
-        name = self.key(f"decoder.layers.{layer}.{module}._extra_state")
+    def _extra_state(self, place: str, module: str) -> Iterator[str]:
+        """Yield the keys of a module's extra state. place: of its layer, such as decoder.layers.0."""
+        layer = layer_of(place)
+        name = self.key(f"{place}{module}._extra_state")
         index: Shape = ()
         shape: Shape = ()
-        if self.stacked:
+        if self.stacked and layer is not None:
             index = (layer,)
             shape = (self.model.num_layers,)
         if module not in _EXPERTS:

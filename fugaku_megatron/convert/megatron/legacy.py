@@ -20,9 +20,7 @@ from torch import Tensor
 
 from ...checkpoint.manifest import RELEASE, TRACKER
 from ...config.fields import check
-from ...config.layer_kinds import ATTENTION
 from ...config.model import ModelConfig
-from ...config.rows import MLP_OF_EXPERTS
 from ...costs.sizes import round_up
 from ...nn.model import OUTPUT, VOCABULARY, WORD_EMBEDDINGS
 from ...nn.parameter import ParameterSpec
@@ -82,10 +80,10 @@ def open_legacy(path: Path, vocab_size: int | None, ignored: Collection[str] = (
     chunks = list(_chunks(path, files, ranks))
     rows = sum(len(rank.get(WORD_EMBEDDINGS, ())) for rank in chunks[0][: ranks.tp])
     model = checked_model(path, given, rows, vocab_size, ignored)
-    check(
-        not model.has_delta_nets,
-        f"{path} has gated delta nets in the legacy format, which is not supported: save it as torch_dist",
-    )
+    for part in _absent(model):
+        raise ValueError(
+            f"{path} has {part} in the legacy format, which is not supported: save it as torch_dist"
+        )
     reader = _LegacyReader(path, model, version, specs(model), _numbered(chunks), ranks)
     reader.check()
     return Weights(
@@ -93,6 +91,16 @@ def open_legacy(path: Path, vocab_size: int | None, ignored: Collection[str] = (
         {name: widest(part.dtype for part in reader.parts[name]) for name in reader.specs},
         reader,
     )
+
+
+def _absent(model: ModelConfig) -> Iterator[str]:
+    """Yield the parts of a model that are converted in the format torch_dist alone."""
+    if model.has_delta_nets:
+        yield "gated delta nets"
+    if model.multi_latent_attention:
+        yield "layers with latent attention"
+    if model.predictions:
+        yield "MTP modules"
 
 
 Files = dict[tuple[int, ...], Path]  # of numbers in a folder's name
@@ -294,10 +302,10 @@ def save_legacy(weights: Weights, directory: Path, form: LegacyFormat) -> None:
         f"--layer-types {weights.model.layer_types!r:.60}: only HybridModel has these layers, whose checkpoints are torch_dist: "
         "pass --ckpt-format torch_dist",
     )
-    check(
-        not weights.model.has_delta_nets,
-        "--ckpt-format torch does not have gated delta nets, which are converted as torch_dist: pass --ckpt-format torch_dist",
-    )
+    for part in _absent(weights.model):
+        raise ValueError(
+            f"--ckpt-format torch does not have {part}, which are converted as torch_dist: pass --ckpt-format torch_dist"
+        )
     model = replace(weights.model, make_vocab_size_divisible_by=form.multiple)
     weights = replace(weights, model=model)
     for name, value, size in (
@@ -362,11 +370,10 @@ class _RankWriter:
 
     def _spelled(self, name: str, layer: int | None, part: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield a tensor, or each of a rank's experts, with Megatron-LM's name."""
-        mlps = self.weights.model.mlps
-        experts = layer is not None and mlps[layer] == MLP_OF_EXPERTS
         fused: dict[str, str] = {}
-        if self.form.transformer_engine:
-            fused = fused_norms(ATTENTION, experts)
+        if self.form.transformer_engine and layer is not None:
+            layer_kind = self.weights.model.layer_kinds[layer]
+            fused = fused_norms(layer_kind, engine=True, experts_apart=True)
         theirs = their_name(name, fused)
         if ".mlp.experts." not in theirs:
             yield theirs, part

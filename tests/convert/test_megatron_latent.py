@@ -1,0 +1,212 @@
+"""Latent attention and MTP modules in Megatron-LM's checkpoints: names, arguments, and what is refused.
+
+Sources of the names: megatron/core/models/gpt/gpt_layer_specs.py (norms that Transformer Engine's layers have in the next
+matmul), transformer/multi_latent_attention.py, transformer/multi_token_prediction.py (sharded_state_dict).
+tests/convert/test_megatron_core.py compares losses and weights with megatron-core.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fugaku_megatron.cli import program
+from fugaku_megatron.comm.base import SoloComm
+from fugaku_megatron.convert.megatron.arguments import arguments_of, model_of
+from fugaku_megatron.convert.megatron.pickles import load_metadata
+from fugaku_megatron.convert.open_weights import open_weights
+from tests.helpers import make_trainer, small_run
+
+pytestmark = pytest.mark.parallel
+
+LATENT: dict[str, Any] = {
+    "num_layers": 2,
+    "vocab_size": 60,
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "ffn_hidden_size": 48,
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+    "multi_latent_attention": True,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 12,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
+    "qk_layernorm": True,
+    "rotary_scaling_factor": 4.0,
+    "mscale_all_dim": 0.5,
+    "mtp_num_layers": 1,
+}
+EXPERTS: dict[str, Any] = {
+    **LATENT,
+    "num_experts": 4,
+    "moe_layer_freq": "[0,1]",
+    "moe_ffn_hidden_size": 24,
+}
+ALONE: dict[str, Any] = {**LATENT, "mtp_num_layers": None}
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory) -> dict[str, Path]:
+    """Return checkpoints of this program with random weights."""
+    found = {}
+    for name, flags in {"latent": LATENT, "experts": EXPERTS, "alone": ALONE}.items():
+        found[name] = tmp_path_factory.mktemp(name)
+        trainer = make_trainer(SoloComm(), small_run(**flags))
+        for shard in trainer.optimizer.shards:
+            shard.master.normal_(generator=torch.Generator().manual_seed(shard.start))
+        trainer.save(str(found[name]))
+        trainer.close()
+    return found
+
+
+def convert(*words: object) -> int:
+    return program.main(["convert", *map(str, words)])
+
+
+def read(directory: Path) -> Tensors:
+    weights = open_weights(str(directory))
+    return {name: weights.read(name).clone() for name in weights.dtypes}
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("latent", ""),
+        ("latent", "--transformer-impl local"),
+        ("experts", ""),
+        ("experts", "--transformer-impl local"),
+        ("alone", "--hybrid-layer-pattern +-+-"),
+    ],
+)
+def test_weights_come_back(ours, tmp_path, name, flags):
+    words = ["--to-megatron", tmp_path / "theirs", *flags.split()]
+    assert convert("--load", ours[name], *words) == 0
+    assert convert("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "back") == 0
+    before = open_weights(str(ours[name]))
+    after = open_weights(str(tmp_path / "back"))
+    for field in LATENT:
+        assert getattr(after.model, field) == getattr(before.model, field), field
+    expected = read(ours[name])
+    found = read(tmp_path / "back")
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(found[key], tensor), key
+
+
+# Weights of a layer with an MLP, and of one with experts, in the order of their modules.
+ATTENTION = [
+    "linear_kv_down_proj.weight",
+    "linear_kv_up_proj.layer_norm_weight",
+    "linear_kv_up_proj.weight",
+    "linear_proj.weight",
+    "linear_q_down_proj.weight",
+    "linear_q_up_proj.layer_norm_weight",
+    "linear_q_up_proj.weight",
+]
+MLP = ["linear_fc1.layer_norm_weight", "linear_fc1.weight", "linear_fc2.weight"]
+STATES = [
+    "input_layernorm",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+    "self_attention.core_attention",
+    "self_attention.linear_kv_down_proj",
+    "self_attention.linear_kv_up_proj",
+    "self_attention.linear_proj",
+    "self_attention.linear_q_down_proj",
+    "self_attention.linear_q_up_proj",
+]
+
+
+def test_norms_are_parts_of_the_next_matmul_with_transformer_engine(ours, tmp_path):
+    assert convert("--load", ours["latent"], "--to-megatron", tmp_path / "theirs") == 0
+    stored = load_metadata(tmp_path / "theirs" / "release" / ".metadata").state_dict_metadata
+    tensors = {key for key, value in stored.items() if hasattr(value, "size")}
+    layer = {f"self_attention.{name}" for name in ATTENTION} | {f"mlp.{name}" for name in MLP}
+    layer.add("input_layernorm.weight")
+    module = {"enorm.weight", "hnorm.weight", "eh_proj.weight", "final_layernorm.weight"}
+    module |= {f"transformer_layer.{name}" for name in layer}
+    assert tensors == {
+        *(f"decoder.layers.{name}" for name in layer),
+        *(f"mtp.layers.0.{name}" for name in module),
+        "decoder.final_layernorm.weight",
+        "embedding.word_embeddings.weight",
+        "output_layer.weight",
+    }
+    states = {key.replace("._extra_state", "") for key in stored if "_extra_state" in key}
+    inside = ("enorm", "hnorm", "eh_proj", "final_layernorm")
+    inside += tuple(f"transformer_layer.{name}" for name in STATES)
+    assert states == {
+        *(f"decoder.layers.{name}/shard_{layer}_2" for name in STATES for layer in range(2)),
+        *(f"mtp.layers.0.{name}/shard_0_1" for name in inside),
+        "decoder.final_layernorm/shard_0_1",
+    }
+
+
+def test_norms_keep_their_names_without_transformer_engine(ours, tmp_path):
+    words = ["--to-megatron", tmp_path / "theirs", "--transformer-impl", "local"]
+    assert convert("--load", ours["experts"], *words) == 0
+    stored = load_metadata(tmp_path / "theirs" / "release" / ".metadata").state_dict_metadata
+    for place in ("decoder.layers.0", "decoder.layers.1", "mtp.layers.0.transformer_layer"):
+        for norm in ("input_layernorm", "pre_mlp_layernorm", "self_attention.kv_layernorm"):
+            assert f"{place}.{norm}.weight" in stored
+    assert "mtp.layers.0.transformer_layer.mlp.experts.experts.linear_fc1.weight" in stored
+    assert not [key for key in stored if "layer_norm_" in key]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--ckpt-format torch", "--ckpt-format torch does not have layers with latent attention"),
+        (
+            "--hybrid-layer-pattern +-+-",
+            "--mtp-num-layers 1: the MTP modules of a HybridModel are not converted",
+        ),
+    ],
+)
+def test_a_format_without_the_parts_is_one_line(ours, tmp_path, capsys, flags, message):
+    words = ["--to-megatron", tmp_path / "theirs", *flags.split()]
+    assert convert("--load", ours["latent"], *words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line and not list(tmp_path.iterdir())
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    """Return the saved arguments of a model of Megatron-LM with latent attention."""
+    model = small_run(**ALONE).model
+    return {**vars(arguments_of(model, 64, torch.float32, 1, 1)), **changes}
+
+
+def test_arguments_that_latent_attention_does_not_read_are_left_out():
+    """Rope is scaled by --rope-type yarn alone, whose lengths megatron-core names otherwise."""
+    unread = {
+        "use_rope_scaling": True,
+        "rotary_seq_len_interpolation_factor": 2,
+        "no_rope_freq": 2,
+        "yarn_original_max_position_embeddings": 16,
+    }
+    model = model_of(arguments(**unread, position_embedding_type="none"), 64, None)
+    assert model == model_of(arguments(), 64, None)
+    assert model.yarn_original_max_position_embeddings == 4096
+    named = {"original_max_position_embeddings": 512, "beta_fast": 16}
+    model = model_of(arguments(**named), 64, None)
+    assert (model.yarn_original_max_position_embeddings, model.yarn_beta_fast) == (512, 16)
+    plain = model_of(arguments(rope_type="rope", mscale_all_dim=0.0), 64, None)
+    assert (plain.position_embedding_type, plain.rotary_scaling_factor) == ("rope", 1.0)
+    other = model_of(arguments(multi_latent_attention=False), 64, None)
+    assert (other.q_lora_rank, other.kv_lora_rank) == (None, 32)
+
+
+def test_arguments_that_differ_from_megatron_lm_are_refused():
+    with pytest.raises(ValueError, match=r"mscale_all_dim is 0\.5 and rotary_scaling_factor 4\.0"):
+        model_of(arguments(rope_type="rope"), 64, None)
+    with pytest.raises(ValueError, match="learned_absolute"):
+        learned = {"position_embedding_type": "learned_absolute", "add_position_embedding": True}
+        model_of(arguments(**learned), 64, None)
+    model = small_run(**LATENT, yarn_original_max_position_embeddings=16).model
+    with pytest.raises(ValueError, match="--yarn-original-max-position-embeddings is 16, and Mega"):
+        arguments_of(model, 64, torch.float32, 1, 1)
