@@ -321,10 +321,11 @@ def check_fields(config: Any) -> None:
             f"{flag(declared.name)} is empty: pass a {declared.path}, or leave it out (is a variable unset?)",
         )
         choices = declared.choices
-        check(
-            choices is None or value in choices or value is declared.default,
-            f"{flag(declared.name)} is {value}: pass {' or '.join(map(str, choices or ()))}",
-        )
+        for each in value if isinstance(value, tuple) else (value,):
+            check(
+                choices is None or each in choices or value is declared.default,
+                f"{flag(declared.name)} is {each}: pass {' or '.join(map(str, choices or ()))}",
+            )
 
 
 def _check_size(declared: Declaration, number: Any) -> None:

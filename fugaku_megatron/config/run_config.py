@@ -24,6 +24,7 @@ from .fields import (
     flag,
     of_topic,
 )
+from .freezing import EMBEDDING, FreezingConfig
 from .lora import DROPOUT_COLUMNS, LoraConfig
 from .model import ModelConfig
 from .optimizer import OptimizerConfig
@@ -53,6 +54,7 @@ class RunConfig:
     system: SystemConfig = SystemConfig()
     numbers: NumbersConfig = NumbersConfig()
     lora: LoraConfig = LoraConfig()
+    freezing: FreezingConfig = FreezingConfig()
 
     def __post_init__(self) -> None:
         self._check_lengths()
@@ -60,6 +62,7 @@ class RunConfig:
         self._derive_expert_ranks()
         self._check_divided_experts()
         self._check_lora()
+        self._check_freezing()
 
     def _check_lengths(self) -> None:
         optimizer = self.optimizer
@@ -177,6 +180,22 @@ class RunConfig:
 
         self._check_int8_base()
 
+    def _check_freezing(self) -> None:
+        freezing = self.freezing
+        if not freezing.on:
+            return
+        freezing.check_model(self.model)
+        check(
+            not self.lora.on,
+            f"--lora-rank {self.lora.lora_rank} trains adapters alone: leave out --freeze, "
+            "--freeze-first-layers and --freeze-all-layers",
+        )
+        predictions = self.model.mtp_num_layers
+        check(
+            freezing.freeze_all_layers or not self.model.predictions,
+            f"--freeze is not supported with --mtp-num-layers {predictions}: leave one of them out",
+        )
+
     def _check_int8_base(self) -> None:
         """Blocks with one scale must not depend on the layout."""
         if not self.lora.base_in_int8:
@@ -286,6 +305,10 @@ class RunConfig:
     def residual_bytes(self) -> int:
         """Bytes of (s, b, h) or its sequence shard."""
         return self.activation_bytes // self.sequence_shards
+
+    @cached_property
+    def freezes_embedding(self) -> bool:
+        return self.lora.on or self.freezing.has(EMBEDDING)
 
     @cached_property
     def masters(self) -> bool:

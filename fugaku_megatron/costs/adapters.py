@@ -19,11 +19,11 @@ from .records import MatmulCollectives, Record, Records, linear
 def with_adapters(run: RunConfig, records: Records) -> Records:
     """Add the adapters of a run to the records, whose weights are then frozen."""
     return tuple(
-        each for record in records for each in (_frozen(run, record), *_adapters(run, record))
+        each for record in records for each in (frozen(run, record), *_adapters(run, record))
     )
 
 
-def _frozen(run: RunConfig, record: Record) -> Record:
+def frozen(run: RunConfig, record: Record) -> Record:
     """Return a record without weight gradients; without an adapter no input is saved."""
     matmul = record.gemm is not None and record.parameters > 0 or record.is_head
     saved = record.saved_bytes

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
+from ..config.freezing import EXPERTS
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
+from .freezing import frozen_layers, without_first
 from .layers import embedding_records, head_records, layer_records, per_layer
 from .records import Collective
 from .sizes import BF16_BYTES, FP32_BYTES, round_up, vocabulary_rows
@@ -16,6 +18,7 @@ from .stages import (
     TIED,
     Unit,
     holds_tied_copy,
+    is_frozen,
     layer_parameters,
     stage_records,
     units,
@@ -56,7 +59,8 @@ def bucket_ranges(units: Sequence[int], minimum: int, tied: bool) -> list[range]
 
 @lru_cache(maxsize=64)
 def divided_parameters(run: RunConfig) -> tuple[int, ...]:
-    return per_layer(run, lambda kind: sum(r.divided for r in layer_records(run, kind)))
+    divided = per_layer(run, lambda kind: sum(r.divided for r in layer_records(run, kind)))
+    return without_first(divided, frozen_layers(run))
 
 
 @lru_cache(maxsize=64)
@@ -67,9 +71,19 @@ def adapter_parameters(run: RunConfig) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
+def _trained_parameters(run: RunConfig) -> tuple[int, ...]:
+    trained = layer_parameters(run)
+    if run.freezing.has(EXPERTS):
+        trained = per_layer(
+            run, lambda kind: sum(r.parameters for r in layer_records(run, kind) if not r.grouped)
+        )
+    return trained
+
+
+@lru_cache(maxsize=64)
 def unit_elements(run: RunConfig, stage: int) -> Mapping[Unit, int]:
     """Return trained elements on one rank by unit, in the order of `units`."""
-    of_layers = adapter_parameters(run) if run.lora.on else layer_parameters(run)
+    of_layers = adapter_parameters(run) if run.lora.on else _trained_parameters(run)
     others = {HEAD: 0, EMBEDDING: 0}
     if not run.lora.on:
         table = vocabulary_rows(run) * run.model.hidden_size
@@ -81,10 +95,11 @@ def unit_elements(run: RunConfig, stage: int) -> Mapping[Unit, int]:
         }
         if holds_tied_copy(run, stage):
             others[EMBEDDING] -= table
-    return {
-        unit: of_layers[unit] if isinstance(unit, int) else others[unit]
-        for unit in units(run, stage)
-    }
+    elements = {}
+    for unit in units(run, stage):
+        own = of_layers[unit] if isinstance(unit, int) else others[unit]
+        elements[unit] = 0 if is_frozen(run, unit) else own
+    return elements
 
 
 def bucket_units(run: RunConfig, layout: Layout, stage: int) -> list[list[Unit]]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain
 
 from ..config.layer_kinds import UP_PROJECTIONS
 from ..config.parallel import ParallelConfig
 from ..config.run_config import RunConfig
 from ..config.training import CORE_ATTN, MLA_UP_PROJ
+from .adapters import frozen
 from .attention import document_length, mean_visible_share
+from .freezing import frozen_layers, layers_without_backward
 from .layers import (
     head_records,
     layer_records,
@@ -18,7 +19,14 @@ from .layers import (
     norm_record,
 )
 from .sizes import padded_vocab_size
-from .stages import layer_parameters, virtual_stage_recompute_groups
+from .stages import layer_parameters, virtual_stage_layers, virtual_stage_recompute_groups
+
+
+def _reached_groups(run: RunConfig, virtual_stage: int) -> list[range]:
+    """Return the recomputed layers of a virtual stage, by group, that backward reaches."""
+    below = layers_without_backward(run) - virtual_stage_layers(run, virtual_stage).start
+    groups = virtual_stage_recompute_groups(run, virtual_stage)
+    return [range(max(below, group.start), max(below, group.stop)) for group in groups]
 
 
 def _recompute_fraction(run: RunConfig) -> float:
@@ -27,7 +35,7 @@ def _recompute_fraction(run: RunConfig) -> float:
     groups = [
         group
         for virtual_stage in range(run.placement.virtual_stages)
-        for group in virtual_stage_recompute_groups(run, virtual_stage)
+        for group in _reached_groups(run, virtual_stage)
     ]
     return sum(map(len, groups)) / len(run.model.all_layer_kinds)
 
@@ -69,11 +77,10 @@ def hardware_flops(
     if run.training.recomputes(MLA_UP_PROJ):
         projections = mean_layer_flops(run.on_one_rank, lambda r: r.name in UP_PROJECTIONS)
         recomputed += projections / run.batch.micro_batch_size
-    return global_batch_size * (
-        len(model.all_layer_kinds) * (c / 24 * (linear + attention) + recomputed)
-        + logits
-        - frozen_flops(run)
-    )
+    below = layers_without_backward(run)
+    layers = len(model.all_layer_kinds) * (c / 24 * (linear + attention) + recomputed)
+    layers -= below * (2 * (linear + attention) + recomputed)
+    return global_batch_size * (layers + logits - frozen_flops(run))
 
 
 def parameter_flops(run: RunConfig, global_batch_size: int, *, replicas: bool = False) -> float:
@@ -95,7 +102,7 @@ def model_flops(run: RunConfig, global_batch_size: int) -> float:
     model = run.model
     linear, attention = layer_flops(run)
     layer = 3 * (linear + attention * mean_visible_share(model, document_length(run)))
-    layers = len(model.all_layer_kinds) * layer
+    layers = (len(model.all_layer_kinds) - 2 / 3 * layers_without_backward(run)) * layer
     return float(global_batch_size * (layers + 3 * logits_flops(run) - frozen_flops(run)))
 
 
@@ -107,10 +114,19 @@ def logits_flops(run: RunConfig) -> float:
 
 
 def frozen_flops(run: RunConfig) -> float:
-    """Return the weight-gradient FLOPs per sample, logits included, that adapter training skips."""
-    if not run.lora.on:
+    """Return the weight-gradient FLOPs per sample, logits included, that backward skips in the layers that it reaches."""
+    if not (run.lora.on or run.freezing.on):
         return 0.0
     whole = run.on_one_rank
-    layers = (layer_records(whole, kind) for kind in run.model.layer_kinds)
-    records = (*chain.from_iterable(layers), *head_records(whole, tied=False))
-    return sum(r.flops_forward for r in records if r.frozen) / run.batch.micro_batch_size
+    records = [*head_records(whole, tied=False)]
+    for layer, kind in enumerate(run.model.layer_kinds):
+        if layer < layers_without_backward(run):
+            continue
+        own = layer_records(whole, kind)
+        if layer < frozen_layers(run):
+            own = tuple(frozen(run, record) for record in own)
+        records += own
+    skipped = sum(r.flops_forward for r in records if r.frozen)
+    if run.freezing.freeze_all_layers:  # nor the gradient of the logits' input
+        skipped += sum(r.flops_forward for r in records if r.is_head)
+    return skipped / run.batch.micro_batch_size

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
+from ..config.freezing import EMBEDDING, EXPERTS, HEAD
 from ..config.layer_kinds import EH_PROJ, LayerKind
 from ..config.model import ModelConfig
 from ..config.rows import MLP_OF_EXPERTS
 from ..config.run_config import RunConfig
-from .adapters import with_adapters
+from .adapters import frozen, with_adapters
 from .mixers import mixer_costs
 from .mlp import expert_records, mlp_records
 from .records import MatmulCollectives, Record, Records, all_reduce, linear
@@ -76,6 +77,8 @@ def layer_records(
         records += (*around_mlp[0], *_mlp(run, each.mlp), *around_mlp[1])
     if each.predicts:
         records = _prediction(run, records)
+    if run.freezing.has(EXPERTS):
+        records = tuple(frozen(run, r) if r.grouped else r for r in records)
     return with_adapters(run, records) if run.lora.on else records
 
 
@@ -141,7 +144,7 @@ def last_recomputed_records(run: RunConfig, kind: LayerKind | None = None) -> li
 
 @lru_cache(maxsize=64)
 def embedding_records(run: RunConfig) -> Records:
-    """Return word embeddings and learned position embeddings; with LoRA both are frozen."""
+    """Return word embeddings and learned position embeddings."""
     model = run.model
     around = MatmulCollectives.from_run(run)
     records = [
@@ -157,7 +160,9 @@ def embedding_records(run: RunConfig) -> Records:
         records.append(
             Record(name="position_embeddings", parameters=positions, replicated=positions)
         )
-    return with_adapters(run, tuple(records)) if run.lora.on else tuple(records)
+    if run.freezes_embedding:
+        records = [replace(frozen(run, record), backward=()) for record in records]
+    return tuple(records)
 
 
 @lru_cache(maxsize=64)
@@ -181,7 +186,12 @@ def head_records(run: RunConfig, tied: bool) -> Records:
     logits = replace(logits, parameters=parameters, is_head=True)
     loss = Record(name="cross_entropy", forward=3 * all_reduce(rows * FP32_BYTES, run.tp))
     predicted = model.predictions * (replace(logits, parameters=0), loss)
-    records = (norm_record("final_layernorm", run), logits, loss, *predicted)
+    norm = norm_record("final_layernorm", run)
+    if run.freezing.has(HEAD):
+        norm = frozen(run, norm)
+    if run.freezing.has(EMBEDDING if model.tied else HEAD):
+        logits = frozen(run, logits)
+    records = (norm, logits, loss, *predicted)
     return with_adapters(run, records) if run.lora.on else records
 
 

@@ -19,6 +19,7 @@ from ..pipeline.instructions import InFlight
 from ..pipeline.schedule_names import row
 from .buckets import bucket_elements, bucket_sizes, bucket_units, unit_elements, updated_elements
 from .context_parallel import key_working_bytes
+from .freezing import frozen_layers, layers_without_backward, without_first
 from .layers import layer_records, per_layer
 from .linear_layers import layer_savings
 from .mixers import mixer_costs
@@ -44,7 +45,7 @@ INT8_COPIES = 2  # of a weight, for forward and for data gradients
 
 
 def frozen_elements(run: RunConfig, stage: int) -> int:
-    if not run.lora.on:
+    if not (run.lora.on or run.freezing.on):
         return 0
     return stage_parameters(run, stage) - sum(unit_elements(run, stage).values())
 
@@ -159,15 +160,18 @@ def layer_saved_bytes(run: RunConfig) -> tuple[int, ...]:
 
 
 def layers_kept_bytes(run: RunConfig, layers: range, groups: Sequence[range]) -> tuple[int, int]:
-    """Return (bytes that layers keep per micro-batch, additional recompute bytes in backward).
+    """Return (bytes that layers keep per micro-batch, additional bytes of a recompute in backward or of a forward without backward).
 
     groups: layers recomputed together, counted from the first of `layers`. Backward has freed other layers by then.
     """
+    below = max(0, layers_without_backward(run) - layers.start)
     saved = layer_saved_bytes(run)[layers.start : layers.stop]
+    passed = max(saved[:below], default=0)
+    saved = without_first(saved, below)
     recomputed = [sum(saved[group.start : group.stop]) for group in groups]
     plain = sum(saved) - sum(recomputed)
-    kept = len(groups) * run.residual_bytes + plain
-    return kept, max(0, max(recomputed, default=0) - plain)
+    kept = sum(group.stop > below for group in groups) * run.residual_bytes + plain
+    return kept, max(0, max(recomputed, default=0) - plain, passed - plain)
 
 
 @lru_cache(maxsize=64)
@@ -189,7 +193,7 @@ def weight_input_bytes(run: RunConfig) -> tuple[int, ...]:
         inner = inner_bytes(run, run.model.ffn_hidden_size)
         return mixer + 2 * run.activation_bytes + 2 * run.model.fc1_widths * inner
 
-    return per_layer(run, kept)
+    return without_first(per_layer(run, kept), frozen_layers(run))
 
 
 def inner_bytes(run: RunConfig, width: int) -> int:
@@ -334,16 +338,17 @@ def stage_memory(
     if stage == placement.last_stage:
         waiting = run.model.predictions * run.activation_bytes
     working = max(working_bytes(run) + waiting, outside + logits) - logits
+    frozen = 0 if run.lora.on else frozen_bytes(run, stage)  # a checkpoint has it too
     saving = 0
     if run.output.save:
         saving = saved_moments - moments
         if not is_fp32 and not run.masters:
             saving += masters
         if run.output.async_save:
-            saving += masters + (0 if run.output.no_save_optim else saved_moments)
+            saving += frozen + masters + (0 if run.output.no_save_optim else saved_moments)
     slots = 0
     if run.output.save_memory:
-        state = masters + saved_moments
+        state = frozen + masters + saved_moments
         parity = -(-state // (run.output.save_memory_group - 1))
         slots = COPY_SLOTS * (state + parity)
     live = live_bytes(run, stage, in_flight)

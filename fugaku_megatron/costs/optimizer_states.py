@@ -13,16 +13,18 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
 
+from ..config.freezing import EXPERTS
 from ..config.layer_kinds import LayerKind, column_parallel, replicated
 from ..config.model import ModelConfig
 from ..config.optimizer import MOMENT_BLOCK
 from ..config.rows import ACTIVATIONS, MLP_OF_EXPERTS
 from ..config.run_config import RunConfig
+from .freezing import frozen_layers, without_first
 from .layers import per_layer
 from .linear_layers import Linear, linears, mlp_linears
 from .mixers import Matrices, Segments, mixer_costs
 from .sizes import padded_vocab_size, vocabulary_rows
-from .stages import EMBEDDING, HEAD, TIED, Unit, holds_tied_copy, stage_layers, units
+from .stages import EMBEDDING, HEAD, TIED, Unit, holds_tied_copy, is_frozen, stage_layers, units
 
 
 def undivided_rows(model: ModelConfig, rows: int, vocabulary: bool = False) -> int:
@@ -108,6 +110,8 @@ def layer_segments(run: RunConfig, kind: LayerKind) -> tuple[Segments, Segments]
     divided: Segments = []
     others: Segments = []
     for linear in linears(run, kind):
+        if linear.in_experts and run.freezing.has(EXPERTS):
+            continue
         segments = divided if linear.divided else others
         segments += _adapters(run, linear) if run.lora.on else _weight(model, linear)
         if linear.in_experts and not run.lora.on and not model.disable_bias_linear:
@@ -146,7 +150,9 @@ def unit_segments(run: RunConfig, stage: int) -> dict[Unit, tuple[Segments, Segm
             others[EMBEDDING].append((1, model.max_position_embeddings * model.hidden_size))
     segments: dict[Unit, tuple[Segments, Segments]] = {}
     for unit in units(run, stage):
-        if isinstance(unit, int):
+        if is_frozen(run, unit):
+            segments[unit] = ([], [])
+        elif isinstance(unit, int):
             segments[unit] = layer_segments(run, model.all_layer_kinds[unit])
         else:
             segments[unit] = ([], others[unit])
@@ -173,6 +179,8 @@ def layer_matrices(run: RunConfig, kind: LayerKind) -> tuple[Matrices, Matrices]
     if kind.predicts:
         others.append((1, run.model.hidden_size, 2 * run.model.hidden_size))
     for linear in [] if kind.mlp is None else mlp_linears(run, kind.mlp):
+        if linear.in_experts and run.freezing.has(EXPERTS):
+            continue
         count = run.model.num_experts or 0 if linear.in_experts else 1
         matrices = divided if linear.divided else others
         matrices.append((count, linear.widths * linear.outputs, linear.inputs))
@@ -205,7 +213,8 @@ def matrix_elements(run: RunConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
         run,
         lambda kind: total(layer_matrices(run, kind)[1]) // run.tp + total(_replicated(run, kind)),
     )
-    return divided, others
+    first = frozen_layers(run)
+    return without_first(divided, first), without_first(others, first)
 
 
 Matmuls = list[tuple[int, int, int, int]]  # (how many, m, n, k), of (m, k) by (k, n)
@@ -220,6 +229,8 @@ def muon_matmuls(run: RunConfig, stage: int) -> Matmuls:
     blockwise = run.optimizer.muon_tp_mode == "blockwise"
     matrices = Counter[tuple[int, int]]()
     for layer in itertools.chain(*stage_layers(run, stage)):
+        if layer < frozen_layers(run):
+            continue
         kind = run.model.all_layer_kinds[layer]
         divided, others = layer_matrices(run, kind)
         others += _replicated(run, kind)

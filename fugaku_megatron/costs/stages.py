@@ -6,12 +6,16 @@ A stage's units are its parameters in the order in which backward finishes them;
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 
+from ..config import freezing
 from ..config.layout import stage_sizes
 from ..config.model import ModelConfig
 from ..config.run_config import RunConfig
 from ..pipeline.placement import FIRST_STAGE, balanced_cut, cut_of_stages, even_cut
+from .adapters import frozen
+from .freezing import frozen_layers, layers_without_backward
 from .layers import (
     embedding_records,
     head_records,
@@ -58,6 +62,14 @@ def virtual_stage_layers(run: RunConfig, virtual_stage: int) -> range:
     if virtual_stage == len(sizes) - 1:
         end += run.model.predictions
     return range(sum(sizes[:virtual_stage]), end)
+
+
+def trains_below(run: RunConfig, virtual_stage: int) -> bool:
+    """Return True if backward needs the gradient of a virtual stage's input."""
+    if not run.freezes_embedding:
+        return virtual_stage > 0
+    first = sum(virtual_stage_sizes(run)[:virtual_stage])
+    return first > layers_without_backward(run)
 
 
 def stage_layers(run: RunConfig, stage: int) -> list[range]:
@@ -114,12 +126,18 @@ def end_records(run: RunConfig, virtual_stage: int) -> tuple[Record, ...]:
 
 
 def stage_records(run: RunConfig, stage: int) -> list[Record]:
+    """Return the operations of a stage for one micro-batch, without gradients of frozen layers."""
     comm_types = run.cp_comm_types
     records = list[Record]()
     for virtual_stage in run.placement.virtual_stages_of[stage]:
         for layer in virtual_stage_layers(run, virtual_stage):
             kind = run.model.all_layer_kinds[layer]
-            records += layer_records(run, kind, comm_types[layer])
+            own = layer_records(run, kind, comm_types[layer])
+            if layer < frozen_layers(run):
+                own = tuple(frozen(run, record) for record in own)
+            if layer < layers_without_backward(run):
+                own = tuple(replace(r, flops_backward=0, backward=(), saved_bytes=0) for r in own)
+            records += own
         records += end_records(run, virtual_stage)
     return records
 
@@ -141,7 +159,14 @@ def holds_tied_copy(run: RunConfig, stage: int) -> bool:
     first = FIRST_STAGE
     last = run.placement.last_stage
     shared = run.model.tied or run.model.predictions > 0
-    return shared and not run.lora.on and first != last and stage in (first, last)
+    return shared and not run.freezes_embedding and first != last and stage in (first, last)
+
+
+def is_frozen(run: RunConfig, unit: Unit) -> bool:
+    """Return True if --freeze or --freeze-first-layers leaves a whole unit out of training."""
+    if isinstance(unit, int):
+        return unit < frozen_layers(run)
+    return run.freezing.has(freezing.HEAD if unit == HEAD else freezing.EMBEDDING)
 
 
 def units(run: RunConfig, stage: int) -> list[Unit]:

@@ -23,6 +23,7 @@ from ..comm.agreement import on_root
 from ..comm.base import Comm, SoloComm
 from ..comm.grid import Grid, Groups
 from ..config.fields import check, optional
+from ..config.freezing import FreezingConfig
 from ..config.layout import Layout
 from ..config.lora import LoraConfig
 from ..config.model import ModelConfig
@@ -161,7 +162,8 @@ def load_model(
 
     q8: store the linear layers and the head in eight bits.
     """
-    loaded = _empty_model(replace(run, lora=LoraConfig()), world)
+    trained = replace(run, lora=LoraConfig(), freezing=FreezingConfig())
+    loaded = _empty_model(trained, world)
     base = (directory, iteration, manifest)
     adapters: dict[nn.Module, Any] = {}
     if manifest["state"].get("lora"):

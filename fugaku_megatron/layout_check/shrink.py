@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from ..config.fields import FieldValues, check, flag
+from ..config.freezing import FreezingConfig
 from ..config.layer_kinds import MARKED, layer_symbols, marked_layers
 from ..config.layout import Layout
 from ..config.model import ModelConfig
@@ -19,6 +20,7 @@ from ..config.precision import PrecisionConfig
 from ..config.run_config import RunConfig
 from ..config.training import BatchConfig
 from ..costs.buckets import bucket_units
+from ..costs.freezing import frozen_layers
 from ..costs.plan import Plan
 from ..costs.sizes import padded_vocab_size
 from ..costs.stages import TIED
@@ -92,6 +94,7 @@ def small_runs(plan: Plan) -> Iterator[Plan]:
                 training=_training(run, layout, len(kept)),
                 optimizer=_optimizer(run),
                 precision=_precision(run),
+                freezing=_freezing(run, kept),
                 output=OutputConfig(),
                 data=replace(run.data, skip_samples=None),
                 numbers=replace(run.numbers, check_weight_hash_across_dp_replicas_interval=0),
@@ -127,7 +130,8 @@ def _kept_layers(run: RunConfig, layout: Layout, comm_types: Sequence[str] | Non
     """Return the layers that stay: each kind of layer, and equally many for each virtual stage."""
     model = run.model
     kinds = [
-        (kind, comm_types and comm_types[layer]) for layer, kind in enumerate(model.layer_kinds)
+        (kind, comm_types and comm_types[layer], layer < frozen_layers(run))
+        for layer, kind in enumerate(model.layer_kinds)
     ]
     firsts = sorted({kind: layer for layer, kind in reversed(list(enumerate(kinds)))}.values())
     stages = layout.pp * run.placement.model_chunks
@@ -137,6 +141,14 @@ def _kept_layers(run: RunConfig, layout: Layout, comm_types: Sequence[str] | Non
     count = min(stages * each, model.num_layers)
     others = [layer for layer in range(model.num_layers) if layer not in firsts]
     return sorted([*firsts, *others][: count // stages * stages])
+
+
+def _freezing(run: RunConfig, kept: list[int]) -> FreezingConfig:
+    """Return the freezing of the kept layers."""
+    if not run.freezing.freeze_first_layers:
+        return run.freezing
+    first = sum(layer < frozen_layers(run) for layer in kept)
+    return replace(run.freezing, freeze_first_layers=first)
 
 
 def _widths(run: RunConfig, layout: Layout) -> Iterator[_Width]:

@@ -24,6 +24,7 @@ from ..comm.autograd import (
 )
 from ..comm.base import Comm
 from ..comm.grid import ALONE
+from ..config.freezing import FreezingConfig
 from ..config.lora import LoraConfig
 from ..config.model import ModelConfig
 from ..config.parallel import A2A
@@ -51,6 +52,7 @@ class Context:
     sequence_parallel: shard the activations between tensor-parallel matmuls by sequence; no effect with one rank.
     tp_comm_overlap: send these shards while matmuls run.
     lora: if on, weights are frozen and adapters are trained.
+    freezing: parts of the model that are frozen otherwise.
     ep, etp: ranks with different experts, and ranks that share each expert; None if experts are not divided.
     cp: ranks that share each sequence; s is then this rank's length.
     cp_comm_types: --cp-comm-type of each layer.
@@ -65,6 +67,7 @@ class Context:
     sequence_parallel: bool = False
     tp_comm_overlap: bool = False
     lora: LoraConfig = LoraConfig()
+    freezing: FreezingConfig = FreezingConfig()
     ep: Comm | None = None
     etp: Comm | None = None
     cp: Comm = ALONE
@@ -188,7 +191,7 @@ class Context:
             expert=ep is not None,
             **{
                 "sequence_parallel": shards_rows and partition_dim is None,
-                "frozen": self.lora.on,
+                "frozen": self.lora.on or self.freezing.holds(init_name or name, self.model),
                 **traits,
             },
         )

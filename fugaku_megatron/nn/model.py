@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.grid import Groups
+from ..config.freezing import HEAD
 from ..config.run_config import RunConfig
 from ..costs import memory
 from ..costs.sizes import padded_vocab_size
-from ..costs.stages import virtual_stage_layers, virtual_stage_recompute_groups
+from ..costs.stages import trains_below, virtual_stage_layers, virtual_stage_recompute_groups
 from .backward import attach_loss
 from .blocks import TransformerLayer, make_norm
 from .forward_context import Pass
@@ -44,7 +45,8 @@ class Stage(nn.Module):
         tp = groups.tp
         self.placement = run.placement
         self.ops = ops
-        self.tied = run.model.tied and not run.lora.on
+        self.tied = run.model.tied and not run.freezes_embedding
+        self.freezes_embedding = run.freezes_embedding
         self.predicts = run.model.predictions > 0
         parallel = run.parallel
         context = Context(
@@ -55,6 +57,7 @@ class Stage(nn.Module):
             sequence_parallel=parallel.sequence_parallel,
             tp_comm_overlap=parallel.tp_comm_overlap,
             lora=run.lora,
+            freezing=run.freezing,
             ep=groups.ep if parallel.divides_experts else None,
             etp=groups.etp if parallel.divides_experts else None,
             cp=groups.cp,
@@ -100,7 +103,8 @@ class Stage(nn.Module):
         """
         first = self.first
         last = self.last
-        if (first and last) or not (self.tied or self.predicts):
+        shared = self.tied or self.predicts
+        if (first and last) or not shared or self.freezes_embedding:
             return None
         end = first or (last if self.predicts else None)
         if end:
@@ -144,6 +148,8 @@ class Chunk(nn.Module):
     z_losses: --use-z-loss share of each micro-batch's loss (), by first sample.
     prediction_losses: losses (modules,) of each micro-batch's MTP modules, by first sample.
     A tied head on the embedding's stage has the embedding's weight as `output_weight`.
+    needs_input_gradient, needs_gradient: backward reaches the chunk's input, and its output.
+    frozen_layers: layers at the beginning without a trained parameter.
     """
 
     def __init__(
@@ -162,6 +168,9 @@ class Chunk(nn.Module):
         self.is_last = virtual_stage == run.placement.virtual_stages - 1
         self.logits_rows = logits_rows
         self.recompute_groups = virtual_stage_recompute_groups(run, virtual_stage)
+        self.trains_head = not (run.lora.on or run.freezing.has(HEAD))
+        self.needs_input_gradient = trains_below(run, virtual_stage)
+        self.needs_gradient = self.is_last or trains_below(run, virtual_stage + 1)
         self.z_losses: dict[int, Tensor] = {}
         self.prediction_losses: dict[int, Tensor] = {}
         self.prediction_factor = model.mtp_loss_scaling_factor / max(1, model.predictions)
@@ -169,6 +178,7 @@ class Chunk(nn.Module):
         if self.is_first or (self.is_last and model.predictions):
             self.embedding = Embedding(vocabulary, context)
         own = virtual_stage_layers(run, virtual_stage)
+        self.frozen_layers = min(max(0, run.freezing.first_layers(model) - own.start), len(own))
         self.layers = nn.ModuleList(
             TransformerLayer(n + 1, context) for n in own if n < model.num_layers
         )
@@ -220,17 +230,24 @@ class Chunk(nn.Module):
     def decode(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """Run all layers, (s, b, h) -> (s, b, h); with full recompute the first groups run again in backward."""
         groups = self.recomputed(forward_pass)[0]
-        if groups and not x.requires_grad and torch.is_grad_enabled():
-            x = x.detach().requires_grad_()  # with frozen embeddings the graph begins here
+        first = 0
+        if not x.requires_grad and torch.is_grad_enabled():
+            first = self.frozen_layers
+            x = self.run_layers(x, replace(forward_pass, needs_values=True), 0, first)
+            # Adapters need no gradient of the first layer's input, except for a recompute.
+            if first < len(self.layers) and (groups or not self.context.lora.on):
+                x = x.detach().requires_grad_()
         for group in groups:
-            bounds: dict[str, Any] = {"first": group.start, "last": group.stop}
+            if group.stop <= first:
+                continue
+            bounds: dict[str, Any] = {"first": max(first, group.start), "last": group.stop}
             again = partial(
                 self.run_layers, forward_pass=replace(forward_pass, needs_values=False), **bounds
             )
             x = recompute(
                 partial(self.run_layers, forward_pass=forward_pass, **bounds), x, again=again
             )
-        return self.run_layers(x, forward_pass, sum(map(len, groups)), len(self.layers))
+        return self.run_layers(x, forward_pass, max(first, sum(map(len, groups))), len(self.layers))
 
     def head_input(self, normed: Tensor) -> Tensor:
         """Return the head's input (whole sequence, b, h)."""
@@ -254,6 +271,8 @@ class Chunk(nn.Module):
         x = self.decode(x, forward_pass)
         if not self.is_last:
             return x
+        if self.trains_head and not x.requires_grad and torch.is_grad_enabled():
+            x = x.detach().requires_grad_()
         assert labels is not None
         normed = self.final_layernorm(x)
         z_loss = self.context.model.z_loss if forward_pass.training else 0.0

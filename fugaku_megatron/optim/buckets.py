@@ -85,7 +85,7 @@ class BucketComm:
         if self._tied is not None:
             needed[0 if stage.last else len(modules) - 1].append(len(self.flat.buckets) - 1)
         for unit, module in enumerate(modules):
-            module.register_forward_pre_hook(partial(self._enter, unit, needed[unit]))
+            module.register_forward_pre_hook(partial(self._enter, unit, needed.get(unit, [])))
 
     def _enter(
         self, unit: int, buckets: list[int], module: nn.Module, args: tuple[Any, ...]

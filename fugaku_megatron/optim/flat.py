@@ -210,7 +210,7 @@ class FlatParameters:
         declared = self._lay_out(
             stage, (alike[0].size * FLAT_ALIGNMENT, alike[1].size * FLAT_ALIGNMENT), minimum
         )
-        self.numel = self.buckets[-1].end
+        self.numel = self.buckets[-1].end if self.buckets else 0
         self.values = torch.zeros(self.numel, dtype=dtype)
         self.gradients = Gradients(self.buckets)
         self._seed = seed
@@ -365,6 +365,19 @@ class FlatParameters:
             if parameter.spec.owned or not owned
         ]
 
+    def frozen_shards(self, owned: bool) -> list[Shard]:
+        """Return the checkpoint records for frozen weights, on the first of the ranks that have the same ones. owned: as in `shards`"""
+        return [
+            _weight_shard(p, p.data)
+            for p in self.frozen
+            if self._alike[p.spec.expert].rank == 0 and (p.spec.owned or not owned)
+        ]
+
+    def broadcast_frozen(self) -> None:
+        """Broadcast the frozen weights from the ranks that read them. Collective."""
+        for memory in self.frozen_memory:
+            memory.broadcast()
+
     def fill_frozen(self, fill: Callable[[list[Shard]], object], world: Comm) -> None:
         """Load the frozen weights, those in eight bits in batches of FP32 tensors that are then quantized. Collective.
 
@@ -386,8 +399,7 @@ class FlatParameters:
         for expert, comm in enumerate(self._alike):
             comm.broadcast(bits[expert : expert + 1])
         self._quantized_bits = bits.tolist()
-        for memory in self.frozen_memory:
-            memory.broadcast()
+        self.broadcast_frozen()
 
     def fingerprint(self, words: int, groups: Groups) -> int:
         """Return a hash of the frozen weights as they were loaded, equal in every layout and dtype. Collective.

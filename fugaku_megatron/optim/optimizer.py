@@ -422,6 +422,8 @@ class Optimizer:
         for record in self.checkpoint_shards():
             if record.key in replicated:
                 self.groups.tp.broadcast(record.tensor)
+        if not self.run.lora.on:
+            self.flat.broadcast_frozen()
         for index, shard in enumerate(self.shards):
             if not self.sharded:
                 replicas = self.buckets.replicas(self.flat.buckets[index])
@@ -432,7 +434,7 @@ class Optimizer:
         self._load_eight_bit()
         self.loads += 1
         self._expanded.clear()
-        self.ops.weights_changed()
+        self.ops.weights_changed(frozen=True)
         for index, shard in enumerate(self.shards):
             shard.round_weights(slice(None))
             self.buckets.gather(index)

@@ -120,7 +120,7 @@ class Costs:
 
 
 def checkpoint_bytes(run: RunConfig) -> float:
-    """Return the bytes of a checkpoint of the trained weights in FP32 and their moments; 8-bit moments are saved in FP32."""
+    """Return the bytes of a checkpoint of the trained weights in FP32 and their moments, in FP32 if of 8 bits, and of frozen weights."""
     alone = run.on_one_rank
     trained = model_parameters(run) - frozen_elements(alone, 0)
     moments = run.optimizer.moment_bytes
@@ -128,7 +128,8 @@ def checkpoint_bytes(run: RunConfig) -> float:
         moments = FP32_BYTES * len(run.optimizer.states)
     if run.output.no_save_optim:
         moments = 0.0
-    return trained * (FP32_BYTES + moments)
+    kept = 0.0 if run.lora.on else frozen_elements(alone, 0) * run.element_bytes
+    return kept + trained * (FP32_BYTES + moments)
 
 
 def file_system_rate(system: System, asked: float | None) -> float:

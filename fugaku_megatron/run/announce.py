@@ -7,6 +7,7 @@ from typing import Any
 
 from ..config.run_config import RunConfig
 from ..costs.buckets import adapter_parameters
+from ..costs.memory import frozen_elements
 from ..costs.plan import Plan
 from ..costs.run_schedule import recompute_name
 from ..costs.sizes import vocabulary_text
@@ -75,6 +76,9 @@ def announce(notes: Iterable[str], plan: Plan, machine: str, nodes: int) -> list
         parameters += f"; trained are {trained:,} of adapters of rank {run.lora.lora_rank}"
         if run.lora.base_in_int8:
             parameters += ", frozen linear layers in INT8"
+    if run.freezing.on:
+        frozen = frozen_elements(run.on_one_rank, 0)
+        parameters += f"; trained are {model_parameters(run) - frozen:,}, and the others are frozen"
     return [
         *(f"note: {note}" for note in notes),
         machine,

@@ -20,7 +20,8 @@ from ..checkpoint.node_copy import newest_everywhere, open_copy, run_name
 from ..checkpoint.trusted import FAULT, refuse_suspect
 from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
-from ..config.fields import check, flag
+from ..config.fields import as_tuples, check, flag
+from ..config.freezing import FreezingConfig
 from ..config.lora import MATRICES, LoraConfig
 from ..config.model import ModelConfig
 from ..config.rows import COUNTED, MASKED, UNRESOLVED
@@ -183,7 +184,19 @@ def find_checkpoint(
             "--no-save-optim, and holds no optimizer state: pass --no-load-optim to continue, or --finetune to start from its "
             "weights",
         )
+        _check_freezing(run, checkpoint)
     return Resume(checkpoint, checkpoint.state, checkpoint.config)
+
+
+def _check_freezing(run: RunConfig, checkpoint: Checkpoint) -> None:
+    """Raise ValueError if a checkpoint has moments of other weights than those that the run trains."""
+    saved = FreezingConfig(**as_tuples(checkpoint.config.get("freezing", {})))
+    if saved.same_parts(run.freezing, run.model):
+        return
+    raise ValueError(
+        f"--load {checkpoint.directory} (iteration {checkpoint.iteration}) was trained with {saved.text} (this run: "
+        f"{run.freezing.text}): pass the same, or --finetune to start from its weights"
+    )
 
 
 def _check_kind(run: RunConfig, checkpoint: Checkpoint | None) -> None:

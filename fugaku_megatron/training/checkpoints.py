@@ -179,12 +179,16 @@ class TrainingState:
     def _saved_shards(self) -> list[Shard]:
         return self._shards(weights_only=self.run.output.no_save_optim)
 
-    def _shards(self, weights_only: bool) -> list[Shard]:
-        return [
+    def _shards(self, weights_only: bool, loads: bool = False) -> list[Shard]:
+        """Return the records of this rank. loads: also of frozen weights that another rank saves"""
+        shards = [
             shard
             for shard in self.optimizer.checkpoint_shards(owned=True)
             if not weights_only or shard.key.startswith(WEIGHTS)
         ]
+        if self.run.lora.on:  # a checkpoint has the adapters alone
+            return shards
+        return shards + self.optimizer.flat.frozen_shards(owned=not loads)
 
     def find_difference(self) -> Difference | None:
         """Compare replicas, unless the run does not; None if all agree. Collective."""
@@ -268,7 +272,7 @@ class TrainingState:
         # New rows of the vocabulary begin as those of a new run.
         load_shards(
             checkpoint,
-            self._shards(weights_only or wanted.no_load_optim),
+            self._shards(weights_only or wanted.no_load_optim, loads=True),
             self.folders,
             model,
             VOCABULARY,
@@ -341,7 +345,7 @@ class TrainingState:
 
         Every rank reads its own shards. Raise ValueError if a rank cannot.
         """
-        shards = self._shards(weights_only=True)
+        shards = self._shards(weights_only=True, loads=True)
         agree(self.world, lambda: fill_shards(shards, names, read))
         self.optimizer.after_load()
         self.replicas.reset()

@@ -15,7 +15,13 @@ from ..nn.forward_context import Pass, Prediction
 from ..nn.model import Stage
 from ..nn.ops import backward
 from ..pipeline.instruction_lists import receives, send_queue
-from ..pipeline.instructions import Executor, Instruction, execute
+from ..pipeline.instructions import (
+    RECV_BACKWARD,
+    SEND_BACKWARD,
+    Executor,
+    Instruction,
+    execute,
+)
 from ..pipeline.schedule import Schedule
 from ..pipeline.schedule_names import row
 from .micro_batches import MicroBatchWindow
@@ -75,7 +81,7 @@ class StepExecutor:
 
     def run(self, lists: Schedule) -> list[Tensor]:
         """Run this rank's instructions; return micro-batch losses () in data order, on the last stage; empty elsewhere."""
-        instructions = lists.instructions(self.pp.rank)
+        instructions = [each for each in lists.instructions(self.pp.rank) if self._is_needed(each)]
         self._sends_under_way = send_queue(lists, self.pp.rank)
         self._to_receive = {tag: deque(waiting) for tag, waiting in receives(instructions).items()}
         for _ in range(row(lists.name).receives_ahead):
@@ -112,7 +118,7 @@ class StepExecutor:
             predictions=predictions,
         )
         output = chunk(x, labels, forward_pass, shape.loss_factor)
-        if not torch.is_grad_enabled():
+        if not output.requires_grad:
             self.inputs.pop(key, None)
         if chunk.is_last:
             self.losses[instruction.microbatch] = output.detach()
@@ -120,13 +126,16 @@ class StepExecutor:
         if torch.is_grad_enabled() or not chunk.is_last:
             self.outputs[key] = output
         if (following := self._own_neighbour(instruction, 1)) is not None:
-            self.inputs[following] = self._take_output(key).requires_grad_(torch.is_grad_enabled())
+            self.inputs[following] = self._chunk_input(self._take_output(key), following[0])
 
     def backward(self, instruction: Instruction) -> None:
         """Compute weight gradients and the input gradient (s, b, h)."""
         key = _key(instruction)
-        backward(self.outputs.pop(key), self.gradients.pop(key, None))
-        if not self.chunks[instruction.model_chunk].is_first:
+        output = self.outputs.pop(key)
+        if not output.requires_grad:  # up to here the model is frozen
+            return
+        backward(output, self.gradients.pop(key, None))
+        if self.chunks[instruction.model_chunk].needs_input_gradient:
             previous = self._own_neighbour(instruction, -1)
             gradient = self.inputs.pop(key).grad
             assert gradient is not None, "backward has reached the input"
@@ -143,9 +152,8 @@ class StepExecutor:
     # Messages -------------------------------------------------------------------------------------------------------------------
 
     def recv_forward(self, instruction: Instruction) -> None:
-        self.inputs[_key(instruction)] = self._received(instruction).requires_grad_(
-            torch.is_grad_enabled()
-        )
+        received = self._received(instruction)
+        self.inputs[_key(instruction)] = self._chunk_input(received, instruction.model_chunk)
 
     def send_forward(self, instruction: Instruction) -> None:
         self._send(self._take_output(_key(instruction)), instruction)
@@ -155,6 +163,17 @@ class StepExecutor:
 
     def send_backward(self, instruction: Instruction) -> None:
         self._send(self.gradients.pop(_key(instruction)), instruction)
+
+    def _is_needed(self, instruction: Instruction) -> bool:
+        """Return False for messages with a gradient that no trained parameter needs."""
+        chunk = self.chunks[instruction.model_chunk]
+        if instruction.op == SEND_BACKWARD:
+            return bool(chunk.needs_input_gradient)
+        return instruction.op != RECV_BACKWARD or bool(chunk.needs_gradient)
+
+    def _chunk_input(self, values: Tensor, model_chunk: int) -> Tensor:
+        needs_gradient = self.chunks[model_chunk].needs_input_gradient
+        return values.requires_grad_(torch.is_grad_enabled() and needs_gradient)
 
     def _take_output(self, key: Key) -> Tensor:
         if not torch.is_grad_enabled():

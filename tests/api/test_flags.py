@@ -36,7 +36,11 @@ def data(tmp_path_factory) -> dict[str, Any]:
     return {"data_path": (str(write(tmp_path_factory.mktemp("data") / "data", documents())),)}
 
 
-LONG = {"interval": 4, "duration": 2}  # numbers found, where not of all four steps
+LONG = {
+    "interval": 4,
+    "all layers frozen": 5,
+    "duration": 2,
+}  # numbers found, where not of all four steps
 
 
 RARE = (

@@ -1,7 +1,7 @@
 """The formulas in costs/ against a model's parameters, FLOPs, messages and memory, and against benchmark tables."""
 
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import psutil
 import pytest
@@ -9,6 +9,7 @@ import torch
 
 from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.comm.base import SoloComm
+from fugaku_megatron.config.freezing import FreezingConfig
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.costs import memory
 from fugaku_megatron.costs.attention import attention_workspace_bytes
@@ -18,7 +19,14 @@ from fugaku_megatron.costs.layers import layer_records
 from fugaku_megatron.costs.stages import model_parameters
 from fugaku_megatron.host import kernels
 from fugaku_megatron.planner import software, work
-from tests.checks.allocations import MODEL, STAGES, check_peak
+from tests.checks.allocations import (
+    MICROBATCHES,
+    MODEL,
+    STAGES,
+    allocated_peak,
+    check_peak,
+    plan_memory,
+)
 from tests.checks.costs import (
     check_bytes,
     check_flops,
@@ -274,6 +282,8 @@ def test_parameter_flops_reproduce_the_tables():
             "dp4 zero overlap_grad_reduce overlap_param_gather ddp_bucket_size=20000 grad_reduce_in_bf16",
         ),
         ("gpt", "tp2 pp2 dp2 zero"),
+        ("gpt", "tp2 sequence freeze=('embedding',) freeze_first_layers=1"),
+        ("gpt", "tp2 dp2 zero sequence freeze=('layers',)"),
         ("gpt", "tp2 sequence blocks full"),
         ("gpt", "tp2 pp2 sequence full"),
         ("gpt", "tp2 pp2 dp2 overlap sequence bf16"),
@@ -364,6 +374,8 @@ def test_keys_that_are_passed_are_those_counted(layout):
         ("qwen3", "tp2 sequence"),
         ("qwen3", "lora_rank=4"),
         ("gpt", "tp2 sequence lora_rank=4"),
+        ("gpt", "tp2 sequence freeze=('embedding',) freeze_first_layers=1"),
+        ("gpt", "full freeze=('embedding',) freeze_first_layers=1"),
         ("gated delta nets", "tp2 sequence lora_rank=4"),
         ("gpt with dropout", "cp2"),
         ("gpt with dropout", "cp4 p2p"),
@@ -422,6 +434,7 @@ def test_memory_of_attention_is_that_of_its_kernels(heads, groups, seq_length, v
         ("qwen3", 1, "lora_rank=4"),
         ("qwen3", 0, "lora_rank=4"),
         ("qwen3", 3, "lora_rank=4"),
+        ("qwen3", 0, "freeze=('embedding',) freeze_first_layers=1"),
         ("gated delta nets", 1, "selective"),
         ("gated delta nets", 0, ""),
         ("gated delta nets", 3, "full"),
@@ -440,6 +453,23 @@ def test_peak_of_another_block(block, stage, layout):
     model = {**FAMILIES, **MODELS}[block]
     run, _ = lay_out(layout, {**model, **MODEL, **widths})
     check_peak(SoloComm(stage, STAGES), run)
+
+
+@pytest.mark.parametrize(
+    ("stage", "layout"),
+    [
+        (0, "freeze=('embedding',) freeze_first_layers=8"),
+        (1, "full freeze=('embedding',) freeze_first_layers=12"),
+        (3, "freeze=('embedding','layers')"),
+    ],
+)
+def test_layers_without_backward_need_at_most_the_bytes_of_one_layer(stage, layout):
+    run, _ = lay_out(layout, {**FAMILIES["qwen3"], **MODEL})
+    planned = plan_memory(run, STAGES, stage, MICROBATCHES)
+    whole = plan_memory(replace(run, freezing=FreezingConfig()), STAGES, stage, MICROBATCHES)
+    measured = allocated_peak(SoloComm(stage, STAGES), run)
+    assert measured <= planned.activations + planned.logits
+    assert planned.total < 0.5 * whole.total
 
 
 @pytest.mark.parametrize(
