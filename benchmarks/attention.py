@@ -15,6 +15,8 @@ out: dropout, documents, the projections.
     python -m benchmarks attention --recipe 30b --tensor-model-parallel-size 4          14 heads, s 2048, d 128
     python -m benchmarks attention --recipe 30b --tensor-model-parallel-size 4 --window-size 511,0
     python -m benchmarks attention --recipe 124m --key-size 192 --value-size 128        DeepSeek-V3's heads
+    python -m benchmarks attention --recipe 124m --num-query-groups 1 --key-size 576 --value-size 512 --seq-length 16384
+        --dtype bf16 --only attention_decode    its latents: keys and values apart, and values as the beginnings of keys
 """
 
 from __future__ import annotations

@@ -121,6 +121,7 @@ IN_PARTS = slices((3, 3), (6, 5), (9, 9), (10, 10))
         {"window_size": "3,0"},
         {"qk_layernorm": False, "q_lora_rank": None},
         {"kv_lora_rank": 18},
+        {"v_head_dim": 6, "kernels": "torch"},
         {"attn_logit_softcapping": 2.0},
         {"softmax_type": "learnable"},
         {"lora_rank": 4},
@@ -168,6 +169,17 @@ def test_single_tokens_are_absorbed(monkeypatch):
         counts.clear()
         logits(model, ONE_BY_ONE)
         assert len(counts) == (2 + later) * layers
+
+
+def test_merged_adapters_are_absorbed():
+    model = random_model(SoloComm(), "gpt", 1, 1, **LATENT, lora_rank=4)
+    unmerged = logits(model, WHOLE)
+    for module in [*model.stage.modules()]:
+        if (adapter := getattr(module, "adapter", None)) is not None:
+            module.weight.data.copy_(adapter.merged(module.weight.data))
+            module.adapter = None
+    merged = logits(model, ONE_BY_ONE)
+    torch.testing.assert_close(merged, unmerged, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
