@@ -648,8 +648,8 @@ class ModelConfig(
             "head apart: leave out --rotary-percent and --rotary-interleaved",
         )
         check(
-            self.yarn_beta_fast > self.yarn_beta_slow,
-            f"--yarn-beta-fast {self.yarn_beta_fast} is not above "
+            self.yarn_beta_fast >= self.yarn_beta_slow,
+            f"--yarn-beta-fast {self.yarn_beta_fast} is below "
             f"--yarn-beta-slow {self.yarn_beta_slow}: change one of them",
         )
         check(
@@ -757,6 +757,11 @@ class ModelConfig(
         if self.multi_latent_attention and self.position_embedding_type == YARN:
             scale *= self._yarn_growth(self.mscale_all_dim) ** 2
         return float(scale)
+
+    @property
+    def latent_epsilon(self) -> float:
+        """Epsilon of the norms of latent attention's narrow vectors."""
+        return self.latent_layernorm_epsilon or self.layernorm_epsilon
 
     @cached_property
     def norms_around(self) -> NormPosition:

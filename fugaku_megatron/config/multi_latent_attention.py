@@ -48,6 +48,12 @@ class LatentAttentionFields:
         64, "rotated elements of a query; those of the keys are the same for all heads"
     )
     v_head_dim: int = latent_field(128, "elements of a value")
+    latent_layernorm_epsilon: float | None = optional(
+        "epsilon of the norms of --kv-lora-rank and --q-lora-rank numbers, 1e-6 in transformers whatever its models "
+        "have elsewhere (default: --layernorm-epsilon)",
+        needs="multi_latent_attention",
+        meaning=WEIGHTS,
+    )
     rope_type: str | None = optional(
         "angles of --multi-latent-attention: yarn, by default, or rope",
         choices=(ROPE, YARN),

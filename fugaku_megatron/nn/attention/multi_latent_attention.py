@@ -60,7 +60,9 @@ class MultiLatentAttention(Attention):
         if not self.context.model.qk_layernorm:
             return None
         layer: type[WeightedNorm] = resolve_name(self.context.model.norm.layer)
-        return layer(name, self.context, width)
+        norm = layer(name, self.context, width)
+        norm.epsilon = self.context.model.latent_epsilon
+        return norm
 
     def _narrow_queries(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """Return the input (s, b, ...) of the queries' projection to heads."""
