@@ -90,6 +90,7 @@ RECENT = (
         "glm4",
         "glm4_moe",
     ),
+    *("deepseek_v2_lite", "deepseek_v3", "minicpm3"),
     *("granitemoehybrid", "cohere2", "gpt_oss", "apertus", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
 )
 

@@ -48,7 +48,7 @@ REFUSED = {
     "deepseek-ai/DeepSeek-V3.2": "model_type is 'deepseek_v32'",
     "google/gemma-4-26B-A4B": "model_type is 'gemma4'",
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": "model_type is 'llama4'",
-    "moonshotai/Kimi-K2-Instruct": "model_type is 'kimi_k2'",
+    "moonshotai/Kimi-K2-Instruct": "quantization_config is",
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "model_type is 'nemotron_h'",
     "swiss-ai/Apertus 8B with 8192 positions": "rope_scaling is None without rope_parameters",
     "zai-org/GLM-5": "model_type is 'glm_moe_dsa'",

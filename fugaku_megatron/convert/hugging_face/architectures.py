@@ -12,6 +12,7 @@ from ...config.model import SCALING, ModelConfig
 from ...config.rows import LEARNABLE, LEARNED, ROPE
 from ...nn.ops.activation import QUICK, XIELU_BETA, XIELU_LIMIT
 from .rope_rules import (
+    LATENT_ROTARY,
     NO_ROPE_LAYERS,
     ROTARY,
     ROTARY_OF_TEXT,
@@ -24,21 +25,30 @@ from .rope_rules import (
 )
 from .rules import (
     ATTENTION_LAYERS,
+    EXPERT_WIDTHS,
     EXPERTS,
+    FIRST_DENSE,
     FULL_ATTENTION,
-    GLM_EXPERTS,
+    GREEDY_GROUPS,
+    GROUPS,
     HEADS,
+    LATENT_EPSILON,
+    LATENT_HEADS,
     LINEAR_LAYERS,
     LOGIT_SCALE,
+    MLP_LAYERS,
     MULTIPLIED,
     NEW_FALCON,
     NO_DROPOUT,
     NORMALISED_EXPERTS,
     QUERY_SCALE,
+    SCALED_DEPTH,
     SCALED_EMBEDDING,
     SPARSE_LAYERS,
     Rule,
-    has_glm_experts,
+    dense_before_experts,
+    divides_logits,
+    has_shared_experts,
     no_padding,
     query_scale,
     tied,
@@ -54,6 +64,8 @@ from .tensor_views import (
     fused_query_key_value,
     fused_stacked,
     interleaved,
+    keys_in_halves,
+    queries_in_halves,
     query_key_value,
     stacked,
     stacked_experts,
@@ -776,6 +788,29 @@ GLM4 = replace(
         ),
     },
 )
+_SIGMOID_EXPERT_BLOCK = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_pre_softmax": False,
+    "moe_router_enable_expert_bias": True,
+    "moe_shared_expert_gate": False,
+}
+_SHARED_EXPERT_PLACES = _EXPERT_PLACES | _places(
+    prefix="layers.{}.mlp.",
+    layer={
+        "mlp.router.expert_bias": "gate.e_score_correction_bias",
+        "mlp.shared_experts.linear_fc1": Counterpart(
+            ("shared_experts.gate_proj", "shared_experts.up_proj"), stacked
+        ),
+        "mlp.shared_experts.linear_fc2": "shared_experts.down_proj",
+    },
+)
+_ROUTED_EXPERTS = Field("n_routed_experts", "num_experts")
+
+
+def _fits_first_dense(model: ModelConfig) -> bool:
+    return has_shared_experts(model) and dense_before_experts(model)
+
+
 GLM4_MOE = _decoder(
     name="Glm4MoeForCausalLM",
     model_type="glm4_moe",
@@ -784,31 +819,147 @@ GLM4_MOE = _decoder(
         _LARGER_EPSILON,
         Field("attention_bias", "add_qkv_bias", False),
         Field("use_qk_norm", "qk_layernorm", False),
-        Field("n_routed_experts", "num_experts"),
+        _ROUTED_EXPERTS,
         _ROUTER_TOPK,
     ),
     rope=rotary(0.5),
-    further_rules=(GLM_EXPERTS,),
+    further_rules=(EXPERT_WIDTHS, GROUPS, FIRST_DENSE),
     only={"norm_topk_prob": (True,)},
+    block=_SIGMOID_EXPERT_BLOCK,
+    places=_SHARED_EXPERT_PLACES,
+    also=_fits_first_dense,
+    predicts_more_tokens=True,
+)
+_LATENT_BLOCK = {
+    "multi_latent_attention": True,
+    "qk_layernorm": True,
+    "group_query_attention": False,
+}
+_LATENT_FIELDS = (
+    Field("q_lora_rank", "q_lora_rank"),
+    Field("kv_lora_rank", "kv_lora_rank"),
+    Field("qk_nope_head_dim", "qk_head_dim"),
+    Field("qk_rope_head_dim", "qk_pos_emb_head_dim"),
+)
+_VALUE_SIZE = Field("v_head_dim", "v_head_dim")
+_LATENT_RULES = (LATENT_ROTARY, NO_DROPOUT, LATENT_HEADS)
+_LATENT_PLACES = _places(
+    {
+        "self_attention.linear_q_proj": "self_attn.q_proj",
+        "self_attention.linear_q_down_proj": "self_attn.q_a_proj",
+        "self_attention.q_layernorm": "self_attn.q_a_layernorm",
+        "self_attention.linear_q_up_proj": "self_attn.q_b_proj",
+        "self_attention.linear_kv_down_proj": "self_attn.kv_a_proj_with_mqa",
+        "self_attention.kv_layernorm": "self_attn.kv_a_layernorm",
+        "self_attention.linear_kv_up_proj": "self_attn.kv_b_proj",
+    }
+)
+
+
+def _has_latent_epsilon(model: ModelConfig) -> bool:
+    return model.latent_epsilon == LATENT_EPSILON
+
+
+DEEPSEEK_V2 = _decoder(
+    name="DeepseekV2ForCausalLM",
+    model_type="deepseek_v2",
+    defaults={
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 1407,
+        "first_k_dense_replace": 0,
+    },
+    further_fields=(*_LATENT_FIELDS, _VALUE_SIZE, _ROUTED_EXPERTS, _ROUTER_TOPK),
+    rules=(*_LATENT_RULES, _UNTIED_HEAD, EXPERT_WIDTHS, GREEDY_GROUPS, FIRST_DENSE),
+    only={
+        **_NO_BIAS,
+        "mlp_bias": (False,),
+        "norm_topk_prob": (False,),
+        "scoring_func": ("softmax",),
+        "moe_layer_freq": (1,),
+    },
     block={
-        "moe_router_score_function": "sigmoid",
-        "moe_router_pre_softmax": False,
-        "moe_router_enable_expert_bias": True,
+        **_LATENT_BLOCK,
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": True,
+        "moe_router_enable_expert_bias": False,
         "moe_shared_expert_gate": False,
     },
-    places=_EXPERT_PLACES
-    | _places(
-        prefix="layers.{}.mlp.",
-        layer={
-            "mlp.router.expert_bias": "gate.e_score_correction_bias",
-            "mlp.shared_experts.linear_fc1": Counterpart(
-                ("shared_experts.gate_proj", "shared_experts.up_proj"), stacked
-            ),
-            "mlp.shared_experts.linear_fc2": "shared_experts.down_proj",
-        },
+    places=_SHARED_EXPERT_PLACES | _LATENT_PLACES,
+    also=lambda model: (
+        _has_latent_epsilon(model)
+        and has_shared_experts(model, scored=1)
+        and dense_before_experts(model)
     ),
-    also=has_glm_experts,
+)
+_SIGMOID_ONLY = {
+    **_NO_BIAS,
+    "rope_interleave": (True,),
+    "norm_topk_prob": (True,),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
+}
+DEEPSEEK_V3 = _decoder(
+    name="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    defaults={
+        "n_group": 8,
+        "topk_group": 4,
+        "moe_intermediate_size": 2048,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 3,
+    },
+    further_fields=(*_LATENT_FIELDS, _VALUE_SIZE, _ROUTED_EXPERTS, _ROUTER_TOPK),
+    rules=(*_LATENT_RULES, _UNTIED_HEAD, EXPERT_WIDTHS, GROUPS, FIRST_DENSE),
+    only=_SIGMOID_ONLY,
+    block={**_LATENT_BLOCK, **_SIGMOID_EXPERT_BLOCK},
+    places=_SHARED_EXPERT_PLACES | _LATENT_PLACES,
+    also=lambda model: _has_latent_epsilon(model) and _fits_first_dense(model),
     predicts_more_tokens=True,
+)
+KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")
+GLM4_MOE_LITE = _decoder(
+    name="Glm4MoeLiteForCausalLM",
+    model_type="glm4_moe_lite",
+    defaults={"moe_intermediate_size": 1536, "routed_scaling_factor": 1.8},
+    further_fields=(
+        *_LATENT_FIELDS,
+        _VALUE_SIZE,
+        _LARGER_EPSILON,
+        _ROUTED_EXPERTS,
+        _ROUTER_TOPK,
+    ),
+    rules=(*_LATENT_RULES, _UNTIED_HEAD, EXPERT_WIDTHS, GROUPS, MLP_LAYERS),
+    only=_SIGMOID_ONLY,
+    block={**_LATENT_BLOCK, **_SIGMOID_EXPERT_BLOCK},
+    places=_SHARED_EXPERT_PLACES | _LATENT_PLACES,
+    also=lambda model: _has_latent_epsilon(model) and has_shared_experts(model),
+    predicts_more_tokens=True,
+)
+MINICPM3 = _decoder(
+    name="MiniCPM3ForCausalLM",
+    model_type="minicpm3",
+    further_fields=(*_LATENT_FIELDS, _LARGER_EPSILON),
+    rules=(*_LATENT_RULES, tied(True), SCALED_DEPTH),
+    only={**_NO_BIAS, "mlp_bias": (False,)},
+    block=_LATENT_BLOCK,
+    places={
+        **_LATENT_PLACES,
+        **_places(
+            {
+                "self_attention.linear_q_proj": Counterpart(
+                    ("self_attn.q_proj",), queries_in_halves
+                ),
+                "self_attention.linear_q_up_proj": Counterpart(
+                    ("self_attn.q_b_proj",), queries_in_halves
+                ),
+                "self_attention.linear_kv_down_proj": Counterpart(
+                    ("self_attn.kv_a_proj_with_mqa",), keys_in_halves
+                ),
+            }
+        ),
+    },
+    also=lambda model: _has_latent_epsilon(model) and divides_logits(model),
 )
 _DELTA_NET_FIELDS = tuple(
     Field(name, name, default)
@@ -1064,6 +1215,11 @@ ARCHITECTURES = [
     GLM,
     GLM4,
     GLM4_MOE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    KIMI_K2,
+    GLM4_MOE_LITE,
+    MINICPM3,
     GRANITE_HYBRID,
     GPT_OSS,
     APERTUS,
@@ -1074,7 +1230,6 @@ ARCHITECTURES = [
 # What the block does not build -> model_types that are near to these.
 _UNSUPPORTED = {
     "a bias of the output layer is": ("phi",),
-    "keys and values compressed into a latent vector (MLA) are": ("deepseek_v2", "deepseek_v3"),
     "this variant of experts is": ("phimoe", "granitemoe"),
     "positions as a slope of each head (ALiBi) are": ("bloom", "mpt"),
 }

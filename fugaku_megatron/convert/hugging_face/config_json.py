@@ -29,6 +29,7 @@ from .mxfp4 import is_mxfp4
 from .rules import FILE
 from .tensor_directory import read_json
 
+_OF_TRAINING = "it is about training, where flags say it"
 # Reason -> fields of every architecture.
 IGNORED = {
     reason: tuple(names.split())
@@ -62,9 +63,7 @@ IGNORED = {
             "problem_type summary_activation summary_first_dropout summary_proj_to_labels summary_type "
             "summary_use_proj"
         ),
-        "it is about training, where flags say it": (
-            "embd_pdrop hidden_dropout init_method router_aux_loss_coef"
-        ),
+        _OF_TRAINING: ("embd_pdrop hidden_dropout init_method router_aux_loss_coef"),
         # max_window_layers: of windows, which use_sliding_window must have switched off; multi_query: of Falcon before
         # new_decoder_architecture
         "transformers' class of this model_type does not read it": (
@@ -88,6 +87,15 @@ IGNORED_OF: dict[str, dict[str, str]] = {
         },
     ),
     "glm4_moe": {"num_nextn_predict_layers": _LEFT_OUT},
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"),
+        {
+            "num_nextn_predict_layers": _LEFT_OUT,
+            "aux_loss_alpha": _OF_TRAINING,
+            "seq_aux": _OF_TRAINING,
+            "ep_size": "it is a number of ranks",
+        },
+    ),
     "gpt_oss": dict.fromkeys(
         ("experts_per_token", "initial_context_length"),
         "`num_experts_per_tok` and `rope_scaling` say the same",

@@ -102,6 +102,11 @@ def _read_rope(config: JsonObject, share: float | None, kinds: Collection[str]) 
     """Read rope_scaling, or else transformers 5's rope_parameters; their base precedes rope_theta."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     check(isinstance(rope, dict), f"{FILE}: rope_parameters is {rope!r:.60}, not an object")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    check(
+        kind in kinds,
+        f"{FILE}: rope_scaling has type {kind!r:.40}, and the block computes {' or '.join(kinds)}",
+    )
     for name, value in rope.items():
         check(
             name in ROPE_NAMES or is_off(value),
@@ -119,11 +124,6 @@ def _read_rope(config: JsonObject, share: float | None, kinds: Collection[str]) 
         "rotary_base": float(number({**config, **rope}, "rope_theta", 10000.0)),
         "rotary_percent": float(percent),
     }
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    check(
-        kind in kinds,
-        f"{FILE}: rope_scaling has type {kind!r:.40}, and the block computes {' or '.join(kinds)}",
-    )
     maximum = config.get(MAXIMUM)
     positions = config.get(POSITIONS, rope.get(POSITIONS, maximum))  # as transformers has it
     return {
@@ -192,6 +192,52 @@ def _write_scaling(model: ModelConfig) -> JsonObject:
 
 
 ROTARY = rotary()
+
+_LATENT_KINDS = ("default", "yarn")
+
+
+def _growth(factor: float, mscale: float) -> float:
+    """Return yarn's growth of queries, keys or scores, `get_mscale` of transformers."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _read_latent_mscale(rope: JsonObject, factor: float) -> JsonObject:
+    """Return ModelConfig's numbers of yarn, whose `mscale_all_dim` also multiplies the scores."""
+    names = ("mscale", "mscale_all_dim", "attention_factor")
+    mscale, all_dim, attention = (number(rope, name, None) for name in names)
+    if attention is None and mscale and all_dim:
+        return {"mscale": float(mscale), "mscale_all_dim": float(all_dim)}
+    if attention is None and not all_dim:
+        return {}
+    all_dim = float(all_dim or 0.0)
+    if factor <= 1:
+        return {"mscale": 1.0, "mscale_all_dim": all_dim}
+    grown = (attention or _growth(factor, 1.0)) * _growth(factor, all_dim)
+    return {"mscale": (grown - 1.0) / (0.1 * math.log(factor)), "mscale_all_dim": all_dim}
+
+
+def _read_latent_rope(config: JsonObject) -> JsonObject:
+    values = _read_rope(config, None, _LATENT_KINDS)
+    kind = values["position_embedding_type"]
+    if kind == YARN:
+        rope = config.get("rope_scaling") or config["rope_parameters"]
+        values |= _read_latent_mscale(rope, values["rotary_scaling_factor"])
+    return {**values, "rope_type": kind}
+
+
+def _write_latent_rope(model: ModelConfig) -> JsonObject:
+    written = {"rope_theta": model.rotary_base, **_write_scaling(model)}
+    scaling = written["rope_scaling"]
+    if scaling and model.mscale_all_dim:
+        scaling["mscale_all_dim"] = model.mscale_all_dim
+        if model.mscale:
+            scaling["mscale"] = model.mscale
+            del scaling["attention_factor"]
+    return written
+
+
+# Rope of the rotated elements of latent attention, as transformers' DeepSeek-V2 and V3 have it.
+LATENT_ROTARY = Rule(_read_latent_rope, _write_latent_rope, ROPE_FIELDS, ("rope_type",))
 
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")  # positions of a text are equal in each section
 

@@ -263,74 +263,227 @@ def query_scale(model: ModelConfig) -> int:
     return round(model.attention_scale**-2)
 
 
-def _read_glm_experts(config: JsonObject) -> JsonObject:
-    layers = layer_count(config)
+def _read_expert_widths(config: JsonObject) -> JsonObject:
+    width = integer(config, "moe_intermediate_size", 1408)
+    factor = float(number(config, "routed_scaling_factor", 1.0))
+    return {
+        "moe_ffn_hidden_size": width,
+        "moe_shared_expert_intermediate_size": width * integer(config, "n_shared_experts", 1),
+        "moe_router_topk_scaling_factor": None if factor == 1.0 else factor,
+    }
+
+
+def _write_expert_widths(model: ModelConfig) -> JsonObject:
+    width = model.moe_ffn_hidden_size or 1
+    return {
+        "moe_intermediate_size": width,
+        "n_shared_experts": (model.moe_shared_expert_intermediate_size or 0) // width,
+        "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+    }
+
+
+# Experts and shared experts of one width, and the factor of their scores.
+EXPERT_WIDTHS = Rule(
+    _read_expert_widths,
+    _write_expert_widths,
+    ("moe_intermediate_size", "n_shared_experts", "routed_scaling_factor"),
+)
+
+
+def _group_values(config: JsonObject, scored: int) -> JsonObject:
+    """Return the values of `n_group` and `topk_group`. scored: experts whose scores are summed for a group's"""
     groups = integer(config, "n_group", 1)
     best = integer(config, "topk_group", 1)
     chosen = integer(config, "num_experts_per_tok", 8)
+    experts = {1: "one expert", 2: "two experts"}[scored]
     check(
-        groups == 1 or chosen == 2 * best,
+        groups == 1 or chosen == scored * best,
         f"{FILE}: topk_group is {best} and num_experts_per_tok {chosen}, and the block computes groups "
-        "by the sum of two experts for two experts of each",
+        f"by the sum of {experts} for {experts} of each",
     )
+    return {
+        "moe_router_num_groups": groups if groups > 1 else None,
+        "moe_router_group_topk": best if groups > 1 else None,
+    }
+
+
+def _write_groups(model: ModelConfig) -> JsonObject:
+    return {
+        "n_group": model.moe_router_num_groups or 1,
+        "topk_group": model.moe_router_group_topk or 1,
+    }
+
+
+def _read_sigmoid_groups(config: JsonObject) -> JsonObject:
+    check(
+        config.get("num_experts_per_tok") != 1,
+        f"{FILE}: num_experts_per_tok is 1, whose score transformers replaces by 1: the block does not",
+    )
+    return _group_values(config, scored=2)
+
+
+# Groups of experts with sigmoid scores.
+GROUPS = Rule(_read_sigmoid_groups, _write_groups, ("n_group", "topk_group"))
+
+_GREEDY = "greedy"
+_GREEDY_GROUPS = "group_limited_greedy"
+
+
+def _read_greedy_groups(config: JsonObject) -> JsonObject:
+    method = config.get("topk_method", _GREEDY)
+    check(
+        method in (_GREEDY, _GREEDY_GROUPS),
+        f"{FILE}: topk_method is {method!r:.60}, and the block computes '{_GREEDY}' or '{_GREEDY_GROUPS}'",
+    )
+    if method == _GREEDY:
+        config = {**config, "n_group": 1}
+    return _group_values(config, scored=1)
+
+
+def _write_greedy_groups(model: ModelConfig) -> JsonObject:
+    method = _GREEDY_GROUPS if model.moe_router_num_groups else _GREEDY
+    return {**_write_groups(model), "topk_method": method}
+
+
+# Groups of experts with softmax scores, where a group is chosen by its best expert.
+GREEDY_GROUPS = Rule(
+    _read_greedy_groups, _write_greedy_groups, ("n_group", "topk_group", "topk_method")
+)
+
+
+def _read_first_dense(config: JsonObject) -> JsonObject:
+    layers = layer_count(config)
     dense = config.get("first_k_dense_replace", 1)
     right = type(dense) is int and 0 <= dense < layers
     check(
         right,
         f"{FILE}: first_k_dense_replace is {dense!r:.60}, not a number of layers below {layers}",
     )
-    width = integer(config, "moe_intermediate_size", 1408)
-    factor = float(number(config, "routed_scaling_factor", 1.0))
-    return {
-        "moe_ffn_hidden_size": width,
-        "moe_shared_expert_intermediate_size": width * integer(config, "n_shared_experts", 1),
-        "moe_router_num_groups": groups if groups > 1 else None,
-        "moe_router_group_topk": best if groups > 1 else None,
-        "moe_router_topk_scaling_factor": None if factor == 1.0 else factor,
-        "moe_layer_freq": _list(layer >= dense for layer in range(layers)) if dense else "1",
-    }
+    return {"moe_layer_freq": _list(layer >= dense for layer in range(layers)) if dense else "1"}
 
 
-def _write_glm_experts(model: ModelConfig) -> JsonObject:
-    width = model.moe_ffn_hidden_size or 1
-    return {
-        "moe_intermediate_size": width,
-        "n_shared_experts": (model.moe_shared_expert_intermediate_size or 0) // width,
-        "n_group": model.moe_router_num_groups or 1,
-        "topk_group": model.moe_router_group_topk or 1,
-        "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
-        "first_k_dense_replace": model.mlps.index("experts"),
-    }
-
-
-GLM_EXPERTS = Rule(
-    _read_glm_experts,
-    _write_glm_experts,
-    (
-        "moe_intermediate_size",
-        "n_shared_experts",
-        "n_group",
-        "topk_group",
-        "routed_scaling_factor",
-        "first_k_dense_replace",
-    ),
+FIRST_DENSE = Rule(
+    _read_first_dense,
+    lambda model: {"first_k_dense_replace": model.mlps.index("experts")},
+    ("first_k_dense_replace",),
 )
 
 
-def has_glm_experts(model: ModelConfig) -> bool:
-    """Return True for dense layers before layers with experts, and a shared expert of whole experts' width."""
-    mlps = list(model.mlps)
+def _read_mlp_layers(config: JsonObject) -> JsonObject:
+    layers = layer_count(config)
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        kinds = ["dense", *("sparse" for _ in range(layers - 1))]
+    right = isinstance(kinds, list) and len(kinds) == layers
+    check(
+        right and {*map(str, kinds)} <= {"dense", "sparse"},
+        f"{FILE}: mlp_layer_types is {kinds!r:.80}, not dense or sparse for each of {layers} layers",
+    )
+    experts = [kind == "sparse" for kind in kinds]
+    dense = config.get("first_k_dense_replace")
+    check(
+        dense is None or experts == [layer >= dense for layer in range(layers)],
+        f"{FILE}: first_k_dense_replace is {dense!r:.40}, which transformers does not read, and mlp_layer_types "
+        f"{kinds!r:.80}: correct one of them",
+    )
+    return {"moe_layer_freq": "1" if all(experts) else _list(experts)}
+
+
+def _write_mlp_layers(model: ModelConfig) -> JsonObject:
+    kinds = ["sparse" if mlp == "experts" else "dense" for mlp in model.mlps]
+    if "dense" in kinds[kinds.index("sparse") :]:
+        return {"mlp_layer_types": kinds, "first_k_dense_replace": None}
+    return {"mlp_layer_types": kinds, "first_k_dense_replace": kinds.index("sparse")}
+
+
+# Layers with experts, by name; other programs read the number of dense layers before them.
+MLP_LAYERS = Rule(_read_mlp_layers, _write_mlp_layers, ("mlp_layer_types", "first_k_dense_replace"))
+
+
+def has_shared_experts(model: ModelConfig, scored: int = 2) -> bool:
+    """Return True for a shared expert of whole experts' width, and groups as in transformers.
+
+    scored: experts whose scores are summed for a group's
+    """
     shared = model.moe_shared_expert_intermediate_size or 0
+    best = model.moe_router_group_topk
     return (
         model.num_experts is not None
-        and "experts" not in mlps[: mlps.count(model.activation)]
         and shared > 0
         and shared % (model.moe_ffn_hidden_size or 1) == 0
-        and (
-            model.moe_router_group_topk is None
-            or model.moe_router_topk == 2 * model.moe_router_group_topk
-        )
+        and (best is None or model.moe_router_topk == scored * best)
+        and (model.moe_router_topk > 1 or model.moe_router_pre_softmax)
     )
+
+
+def dense_before_experts(model: ModelConfig) -> bool:
+    mlps = list(model.mlps)
+    return "experts" not in mlps[: mlps.count(model.activation)]
+
+
+LATENT_EPSILON = 1e-6  # of norms of latent vectors in transformers' modules
+
+
+def _read_latent_heads(config: JsonObject) -> JsonObject:
+    heads = integer(config, "num_attention_heads")
+    rotated = integer(config, "qk_rope_head_dim") or 0
+    equal = {
+        "num_key_value_heads": heads,
+        "head_dim": rotated,
+        "qk_head_dim": rotated + (integer(config, "qk_nope_head_dim") or 0),
+    }
+    for name, value in equal.items():
+        given = config.get(name)
+        check(
+            given in (None, value),
+            f"{FILE}: {name} is {given!r:.40}, and the block of latent attention has {value}",
+        )
+    epsilon = number(config, "rms_norm_eps", LATENT_EPSILON)
+    return {"latent_layernorm_epsilon": None if epsilon == LATENT_EPSILON else LATENT_EPSILON}
+
+
+# What follows from other fields of a model with latent attention.
+LATENT_HEADS = Rule(
+    _read_latent_heads,
+    lambda model: {"num_key_value_heads": model.num_attention_heads},
+    ("num_key_value_heads", "head_dim", "qk_head_dim"),
+    ("latent_layernorm_epsilon",),
+)
+
+
+def _read_scaled_depth(config: JsonObject) -> JsonObject:
+    hidden = integer(config, "hidden_size") or 1
+    layers = layer_count(config) or 1
+    value_size = hidden // (integer(config, "num_attention_heads") or 1)
+    return {
+        "v_head_dim": integer(config, "v_head_dim", value_size),
+        "embedding_multiplier": float(number(config, "scale_emb", 12)),
+        "residual_multiplier": float(number(config, "scale_depth", layers**0.5)) / layers**0.5,
+        "logits_scaling": hidden / integer(config, "dim_model_base", hidden),
+    }
+
+
+def _write_scaled_depth(model: ModelConfig) -> JsonObject:
+    return {
+        "v_head_dim": model.v_head_dim,
+        "scale_emb": model.embedding_multiplier,
+        "scale_depth": round(model.residual_multiplier * model.num_layers**0.5, 12),
+        "dim_model_base": round(model.hidden_size / model.logits_scaling),
+    }
+
+
+# Multipliers of MiniCPM3.
+SCALED_DEPTH = Rule(
+    _read_scaled_depth,
+    _write_scaled_depth,
+    ("v_head_dim", "scale_emb", "scale_depth", "dim_model_base"),
+    ("embedding_multiplier", "residual_multiplier", "logits_scaling"),
+)
+
+
+def divides_logits(model: ModelConfig) -> bool:
+    """Return True if the logits are divided by the hidden size over a whole number."""
+    return model.hidden_size / model.logits_scaling % 1.0 == 0.0
 
 
 def _read_attention_layers(config: JsonObject) -> JsonObject:

@@ -59,6 +59,25 @@ def stacked(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     return _view(ours[part])
 
 
+def _neighbours_to_halves(ours: Tensor, rotated: int) -> list[Tensor]:
+    """Return the rows of a head, of whose last `rotated` theirs has the even ones before the odd ones."""
+    fixed, pairs = ours.split((len(ours) - rotated, rotated))
+    return [fixed, pairs.unflatten(0, (-1, 2)).transpose(0, 1)]
+
+
+def queries_in_halves(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
+    """Return latent attention's queries (n d, ...) for rope that rotates elements half the rotated size apart."""
+    rotated = model.qk_pos_emb_head_dim
+    heads = ours.split(model.kv_channels)
+    views = [view for head in heads for view in _neighbours_to_halves(head, rotated)]
+    return views, tuple(ours.shape)
+
+
+def keys_in_halves(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
+    """Return latent attention's narrow vector and shared key (rank + r, h), whose key is as in `queries_in_halves`."""
+    return _neighbours_to_halves(ours, model.qk_pos_emb_head_dim), tuple(ours.shape)
+
+
 def fused_query_key_value(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return all queries, keys, values ((n + 2 g) d, h)."""
     return [query_key_value(ours, number, model)[0][0] for number in range(3)], tuple(ours.shape)
