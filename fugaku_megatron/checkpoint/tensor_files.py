@@ -33,10 +33,10 @@ DTYPES = {
     torch.int32: "I32",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
 }
 # Formats that the safetensors library knows in addition, and which are not read here.
 _OTHERS = (
-    "F8_E4M3",
     "F8_E5M2",
     "F8_E8M0",
     "F8_E4M3FNUZ",

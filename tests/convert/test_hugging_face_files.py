@@ -224,6 +224,54 @@ def test_mxfp4_weights_of_gpt_oss_are_converted_to_bf16(tmp_path, capsys):
         assert message in refused(capsys, "--from-hf", source, "--save", tmp_path / "none")
 
 
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+
+
+def in_fp8(weight: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, ...]:
+    """Return FP8 numbers of a matrix, the scales of blocks, and the matrix that both describe."""
+    row = torch.arange(weight.shape[0]) // rows
+    column = torch.arange(weight.shape[1]) // columns
+    numbers = (100 * weight.float()).to(torch.float8_e4m3fn)
+    generator = torch.Generator().manual_seed(len(weight))
+    scales = 0.005 + 0.01 * torch.rand(int(row[-1]) + 1, int(column[-1]) + 1, generator=generator)
+    expected = numbers.double() * scales.double()[row][:, column]
+    return numbers, scales, expected.float().bfloat16()
+
+
+@pytest.mark.parametrize("block", [(128, 128), (16, 24)])
+def test_fp8_weights_are_widened_to_bf16(tmp_path, capsys, block):
+    """Blocks at the end of a row or a column are smaller."""
+    model = randomized(MODELS["deepseek_v3"]).bfloat16()
+    source = tmp_path / "hf"
+    model.save_pretrained(source)
+    expected = tensors(source)
+    stored = {}
+    for name, tensor in expected.items():
+        stored[name] = tensor
+        if name.endswith("_proj.weight"):
+            stored[name], scales, expected[name] = in_fp8(tensor, *block)
+            stored[f"{name}_scale_inv"] = scales
+    save_file(stored, source / "model.safetensors", {"format": "pt"})
+    quantization = {**FP8, "weight_block_size": [*block], "modules_to_not_convert": ["lm_head"]}
+    edit(source / "config.json", "quantization_config", quantization)
+    back = there_and_back(tmp_path)
+    assert same(tensors(back), expected)
+    assert "quantization_config" not in json.loads((back / "config.json").read_text())
+    capsys.readouterr()
+    name = next(name for name in stored if name.endswith("_scale_inv"))
+    for wrong, message in (
+        ({name: stored[name].repeat(2, 1)}, f"FP8 in blocks of {block[0]} x {block[1]}: copy the"),
+        ({}, f"in FP8 without {name}: copy the whole directory again"),
+    ):
+        others = {place: x for place, x in stored.items() if place != name}
+        save_file({**others, **wrong}, source / "model.safetensors", {"format": "pt"})
+        assert message in refused(capsys, "--from-hf", source, "--save", tmp_path / "none")
+    for field, value in (("weight_block_size", [128]), ("activation_scheme", "static")):
+        edit(source / "config.json", "quantization_config", {**quantization, field: value})
+        message = "and FP8 is read with fmt e4m3, a weight_block_size of two numbers"
+        assert message in refused(capsys, "--from-hf", source, "--save", tmp_path / "none")
+
+
 def test_the_text_model_of_a_multimodal_model_is_converted(copied, tmp_path, capsys):
     """Read names of transformers 4 and 5; the written model is a text model."""
     folder = copied("gemma3")

@@ -42,13 +42,12 @@ CONVERTED = {name: row for name, row in MODELS_PUBLISHED.items() if "parameters"
 
 REFUSED = {
     "MiniMaxAI/MiniMax-M2.5": "model_type is 'minimax_m2'",
-    "Qwen/Qwen3-32B-FP8": "quantization_config is",
     "Qwen/Qwen3-VL-2B-Instruct": "model_type is 'qwen3_vl'",
     "XiaomiMiMo/MiMo-7B-Base": "model_type is 'mimo'",
+    "deepseek-ai/DeepSeek-V2.5": "topk_group is 3 and num_experts_per_tok 6",
     "deepseek-ai/DeepSeek-V3.2": "model_type is 'deepseek_v32'",
     "google/gemma-4-26B-A4B": "model_type is 'gemma4'",
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": "model_type is 'llama4'",
-    "moonshotai/Kimi-K2-Instruct": "quantization_config is",
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "model_type is 'nemotron_h'",
     "swiss-ai/Apertus 8B with 8192 positions": "rope_scaling is None without rope_parameters",
     "zai-org/GLM-5": "model_type is 'glm_moe_dsa'",

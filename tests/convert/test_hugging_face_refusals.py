@@ -87,7 +87,10 @@ DAMAGE = [
             message,
         )
         for dtype, message in (
-            (torch.float8_e4m3fn, "has the format F8_E4M3, which is not supported: save the model"),
+            (
+                torch.float8_e4m3fn,
+                "has the format F8_E4M3, which is not supported for weights: save the model",
+            ),
             (torch.int8, "has the format I8, which is not supported: save the model"),
             (torch.int64, "has the format I64, which is not supported for weights: save"),
         )

@@ -25,6 +25,7 @@ from .architectures import (
     TEXT_OF,
     Architecture,
 )
+from .fp8 import is_fp8
 from .mxfp4 import is_mxfp4
 from .rules import FILE
 from .tensor_directory import read_json
@@ -193,7 +194,7 @@ def plain_config(config: JsonObject) -> JsonObject:
     """Return the text model's config.json, without a quantization that is unpacked."""
     if has_text_config(config):
         config = text_config(config)
-    if has_mxfp4_experts(config):
+    if has_mxfp4_experts(config) or is_fp8(config.get("quantization_config")):
         config = {**config, "quantization_config": None}
     return config
 
@@ -276,7 +277,8 @@ def carried_config(carried: Path | None) -> JsonObject:
         return {}
     config = read_json(carried / FILE)
     # The files were quantized, the weights read from them are not.
-    if is_mxfp4(config.get("quantization_config")):
+    quantization = config.get("quantization_config")
+    if is_mxfp4(quantization) or is_fp8(quantization):
         del config["quantization_config"]
     return config
 

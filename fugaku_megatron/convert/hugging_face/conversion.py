@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -27,7 +27,9 @@ from .config_json import (
     has_text_config,
     plain_config,
     read_config,
+    text_config,
 )
+from .fp8 import FP8, block_size, is_fp8, without_scales
 from .mxfp4 import unpacked
 from .rules import FILE
 from .tensor_directory import (
@@ -60,8 +62,12 @@ def open_hugging_face(directory: str, adapters: str | None = None) -> Weights:
         if has_text_config(config):
             files, note = _without_towers(files)
             notes.append(note)
+            config = text_config(config)
         if has_mxfp4_experts(config):
             files = unpacked(files)
+        quantization = config.get("quantization_config")
+        if is_fp8(quantization):
+            files = without_scales(files, block_size(quantization))
         architecture, model = read_config(plain_config(config))
         if architecture.predicts_more_tokens:
             files, note = _without_mtp_layers(files, model.num_layers)
@@ -108,7 +114,7 @@ def _without_towers(files: TensorDirectory) -> tuple[TensorDirectory, str]:
         name = name.replace("language_model.", "", 1)
         tensors[name if name.startswith(("model.", "lm_head.")) else f"model.{name}"] = tensor
     note = f"{left_out} tensors of images are left out: the text model is converted"
-    return TensorDirectory(files.path, tensors), note if left_out else ""
+    return replace(files, tensors=tensors), note if left_out else ""
 
 
 _STACKED = re.compile(r".*\.mlp\.experts\.(gate_up_proj|down_proj)")
@@ -125,7 +131,7 @@ def _without_mtp_layers(files: TensorDirectory, layers: int) -> tuple[TensorDire
             tensors[name] = tensor
     left_out = len(files.tensors) - len(tensors)
     note = f"{left_out} tensors of multi-token-prediction layers are left out"
-    return TensorDirectory(files.path, tensors), note if left_out else ""
+    return replace(files, tensors=tensors), note if left_out else ""
 
 
 @dataclass(frozen=True)
@@ -174,7 +180,7 @@ def _reader(files: TensorDirectory, architecture: Architecture, model: ModelConf
             f"{their} has shape {list(found.shape)}, and {FILE} says {list(expected)}",
         )
         check(
-            found.dtype.is_floating_point,
+            found.dtype.is_floating_point and found.dtype != FP8,
             f"{file.path}: {their} has the format {DTYPES[found.dtype]}, which is not "
             f"supported for weights: {SAVE_AS}",
         )
