@@ -215,6 +215,12 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in HUGGING_FACE_FILES)
 
 
+def is_described(folder: Path) -> bool:
+    """Return True if a file names the tokenizer's class or has the whole tokenizer."""
+    names = ("config.json", TOKENIZER_JSON, TOKENIZER_CONFIG)
+    return any((folder / name).is_file() for name in names)
+
+
 def _auto_tokenizer(folder: Path, where: str) -> Any:
     """Load `AutoTokenizer` without running the folder's code."""
     transformers = optional_package(

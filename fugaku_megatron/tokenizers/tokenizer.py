@@ -20,6 +20,7 @@ from .hugging_face import (
     JapaneseSentencePiece,
     SentencePieceTokenizer,
     has_tokenizer,
+    is_described,
 )
 from .vocabulary import NULL_REMEDY, check_range, clean
 
@@ -137,6 +138,13 @@ class TokenizerFlags(NamedTuple):
         )
 
 
+# Files of a folder without a description for transformers, as Megatron-LM saves its tokenizers: argument -> file.
+_FILES_ALONE = {
+    GPT2BPETokenizer.name: {"vocab_file": "vocab.json", "merge_file": "merges.txt"},
+    SentencePieceTokenizer.name: {"tokenizer_model": "tokenizer.model"},
+}
+
+
 def model_tokenizer(
     saved: Mapping[str, Any], carried: Path, size: int | None
 ) -> TokenizerFlags | None:
@@ -149,6 +157,11 @@ def model_tokenizer(
     if flags.named:
         return flags
     if has_tokenizer(carried):
+        for name, files in _FILES_ALONE.items():
+            places = {each: carried / file for each, file in files.items()}
+            if all(file.is_file() for file in places.values()) and not is_described(carried):
+                found = {each: str(file) for each, file in places.items()}
+                return TokenizerFlags.of(SimpleNamespace(tokenizer_type=name, **found), size)
         return TokenizerFlags(HuggingFaceTokenizer.name, tokenizer_model=str(carried))
     return None
 

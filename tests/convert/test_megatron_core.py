@@ -20,6 +20,7 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.architecture import architecture
 from fugaku_megatron.config.model import ModelConfig
 from fugaku_megatron.convert.megatron.delta_net import is_shifted, joined_parts, parts_of
+from fugaku_megatron.convert.megatron.integrity import INTEGRITY
 from fugaku_megatron.convert.megatron.names import their_name
 from fugaku_megatron.convert.open_weights import open_weights
 from fugaku_megatron.run.checkpoint_source import with_padding
@@ -94,6 +95,7 @@ def test_megatron_core_and_this_program_read_each_other(version, common, tmp_pat
     for name in names:
         source = tmp_path / "theirs" / name
         saved = expected(source)
+        assert (source / "iter_0000010" / INTEGRITY).exists() == (version == "3.12")
         logits = fm.load(source).logits(saved["ids"].tolist())
         torch.testing.assert_close(logits, saved["logits"], rtol=1e-4, atol=1e-4)
         flags = (

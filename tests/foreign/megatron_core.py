@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -404,7 +405,10 @@ def save(name: str, folder: Path) -> None:
         "iteration": 10,
         "model": model.sharded_state_dict(),
     }
-    dist_checkpointing.save(state, str(path))
+    form = {}
+    if "verify_integrity" in inspect.signature(dist_checkpointing.save).parameters:
+        form["verify_integrity"] = True  # megatron-core since 0.19
+    dist_checkpointing.save(state, str(path), **form)
     (folder / name / "latest_checkpointed_iteration.txt").write_text("10")
     expected = {"by": __version__, **logits_of(model), "weights": weights_of(model)}
     torch.save(expected, folder / name / "expected.pt")

@@ -2,6 +2,7 @@
 
 DIR/latest_checkpointed_iteration.txt     an iteration, or "release"
 DIR/iter_0000100/...                      `torch_dist.py`: the weights, and common state with "args"
+DIR/iter_0000100/tokenizer/...            files of the tokenizer
 
 A GPTModel's equal layers are stacked, and experts too. Layers that differ have keys of their own, and
 so have a HybridModel's, where attention and MLP are layers.
@@ -55,6 +56,7 @@ from .names import MLP_NORM, fused_norms, our_name, their_name
 from .pickles import save_pickled
 from .torch_dist import COMMON_STATE, DistFiles, DistWriter, GlobalPiece, Shape, object_key
 
+TOKENIZER = "tokenizer"
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _MODULE_LAYER = re.compile(r"mtp\.layers\.(\d+)\.transformer_layer\.")
 _HYBRID_LAYER = re.compile(r"(?<=decoder\.layers\.)(\d+)(?=\.)")
@@ -72,8 +74,14 @@ class LayerKey(NamedTuple):
 
 
 def open_dist(path: Path, vocab_size: int | None, ignored: Collection[str] = ()) -> Weights:
-    reader, _ = dist_reader(path, vocab_size, ignored)
-    return Weights(reader.model, {name: reader.dtype(name) for name in reader.specs}, reader)
+    reader, common = dist_reader(path, vocab_size, ignored)
+    dtypes = {name: reader.dtype(name) for name in reader.specs}
+    carried: Path | None = path / TOKENIZER
+    # Its tokenizer.json has tiktoken's tokens, and would be read as Hugging Face's.
+    other = common["args"].get("tokenizer_type") == "TikTokenizer"
+    if other or not (path / TOKENIZER).is_dir():
+        carried = None
+    return Weights(reader.model, dtypes, reader, carried)
 
 
 def dist_reader(

@@ -3,6 +3,7 @@
 DIR/metadata.json                 name and version of the format
 DIR/.metadata                     torch.distributed.checkpoint's Metadata: shapes, and the place of each piece
 DIR/__0_0.distcp ...              pieces of tensors, and objects, each as torch.save wrote it
+DIR/integrity.json                `integrity.py`: digests of the files, if Megatron-LM was to save them
 DIR/common.pt                     everything else; since megatron-core 0.19 the object "common_state" instead
 
 Sources: megatron/core/dist_checkpointing (serialization.py, strategies/torch.py, mapping.py).
@@ -34,6 +35,7 @@ from ...checkpoint.manifest import TORCH_DIST, TORCH_DIST_COMMON, fsync
 from ...checkpoint.shards import Box, range_boxes
 from ...config.fields import check
 from ...text.written_files import write_text
+from .integrity import IntegrityManifest
 from .pickles import (
     UNREADABLE,
     check_uncompressed,
@@ -103,17 +105,20 @@ class DistFiles:
 
     places: file, offset and length of every piece and object
     sizes: bytes of each file
+    integrity: verifies a file before its first piece is read
     """
 
     path: Path
     tensors: dict[str, TensorStorageMetadata]
     places: dict[MetadataIndex, Any]
     sizes: dict[str, int]
+    integrity: IntegrityManifest
     _has_bytes: set[str] = field(default_factory=set)  # keys whose pieces have enough bytes
 
     @staticmethod
     def open(path: Path) -> DistFiles:
         """Read the metadata alone, or raise ValueError."""
+        integrity = IntegrityManifest.open(path)
         metadata = load_metadata(path / TORCH_DIST)
         try:
             tensors = {
@@ -129,7 +134,7 @@ class DistFiles:
             sound = False
         check(sound, f"{path / TORCH_DIST} is damaged: shapes or places of pieces are no numbers")
         sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
-        return DistFiles(path, tensors, metadata.storage_data, sizes)
+        return DistFiles(path, tensors, metadata.storage_data, sizes, integrity)
 
     def common(self) -> dict[str, Any]:
         """Return the state that is neither tensor nor sharded object."""
@@ -237,7 +242,9 @@ class DistFiles:
         check(
             inside, f"{self.path}: a piece of {key} at {list(chunk.offsets)} is beyond the tensor"
         )
-        data, where = self._read(MetadataIndex(key, chunk.offsets))
+        index = MetadataIndex(key, chunk.offsets)
+        self.integrity.verify(self._place(index).relative_path)
+        data, where = self._read(index)
         try:
             piece = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
             piece = piece.view(tuple(chunk.sizes))

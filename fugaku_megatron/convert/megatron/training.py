@@ -65,6 +65,7 @@ def open_run(
     with_optimizer: require moments, too
     """
     reader, common = dist_reader(path, vocab_size, ignored)
+    reader.files.integrity.verify_all()
     given = common["args"]
     moments = {
         (match[1], match[2]): key
