@@ -17,7 +17,8 @@ from ..checkpoint.node_copy import open_copy, run_name
 from ..comm.agreement import Nodes, agree, everywhere
 from ..comm.base import Comm
 from ..comm.grid import Grid
-from ..config.fields import check
+from ..config.fields import as_tuples, check
+from ..config.parallel import ParallelConfig
 from ..costs.plan import Plan
 from ..start.environment import SHARED_MEMORY
 from ..text.named_files import JsonObject
@@ -26,15 +27,16 @@ from ..training.trainer import Trainer
 
 
 def fits_layout(plan: Plan, run: str) -> Callable[[JsonObject], bool]:
-    """Return a function that is true for the manifest of a node's copy of this run in this layout."""
+    """Return a function that is true for the manifest of a node's copy of this run in this layout.
+
+    An older version's copy lacks newer flags, which then have their defaults.
+    """
     expected = (run, layout_record(plan), asdict(plan.config.parallel))
+    defaults = asdict(ParallelConfig())
 
     def fits(head: JsonObject) -> bool:
-        return (
-            head["state"].get("run"),
-            head["layout"],
-            head["config"].get("parallel"),
-        ) == expected
+        saved = as_tuples(head["config"].get("parallel", {}))
+        return (head["state"].get("run"), head["layout"], {**defaults, **saved}) == expected
 
     return fits
 

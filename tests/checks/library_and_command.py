@@ -32,12 +32,17 @@ Losses = list[float]
 
 
 def command(world: Comm, **flags: Any) -> Losses:
-    """Assemble and run as the command does, and return losses, gradient norms and validation losses."""
+    """Return what a run with these flags gives as the command."""
     words = [
         word
         for name, value in {**RUN, **flags}.items()
         for word in (flag_words(name, value) if value is not None else ())
     ]
+    return command_line(world, words)
+
+
+def command_line(world: Comm, words: list[str]) -> Losses:
+    """Return losses, gradient norms and validation losses of a run of `fugaku-megatron train WORDS`."""
     arguments = interpret(with_checkpoint_model(vars(build_parser().parse_args(words))))
     plan, _ = check_run(arguments.run, world)
     nodes = find_nodes(world)

@@ -25,6 +25,7 @@ LAYOUTS = {
     "dp4 zero": {"zero_stage": 1},
     "tp2 dp2 zero": {"zero_stage": 1, "tensor_model_parallel_size": 2},
     "pp2 dp2": {"pipeline_model_parallel_size": 2},
+    "cp2 dp2": {"context_parallel_size": 2, "cp_comm_type": ("a2a",)},
     "8-bit": {"bf16": True, "zero_stage": 1, **EIGHT},
 }
 
