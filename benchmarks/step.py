@@ -72,7 +72,13 @@ SIZES: dict[str, tuple[type, str]] = {
     "seq_length": (int, "tokens of a sample"),
     "num_layers": (int, "layers, for a part of a large model"),
     "vocab_size": (int, "words, for a part of a large model"),
+    "hidden_size": (int, "elements of a token, for a part of a large model"),
+    "num_attention_heads": (int, "heads of attention, for a part of a large model"),
+    "ffn_hidden_size": (int, "elements between an MLP's matrices, for a part of a large model"),
     "num_experts": (int, "experts of a layer, for a part of a large model"),
+    "moe_ffn_hidden_size": (int, "elements between an expert's matrices, for a part"),
+    "moe_shared_expert_intermediate_size": (int, "the same of shared experts, for a part"),
+    "moe_layer_freq": (str, "layers with experts, for a part of a large model"),
     "linear_attention_freq": (str, "layers with attention among gated delta nets, for a part"),
 }
 

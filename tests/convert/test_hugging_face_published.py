@@ -99,6 +99,24 @@ def test_the_recipes_of_qwen3_6_are_the_published_models(size):
     assert architecture(found) == architecture(recipe.model)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        ("deepseek-v3", "deepseek-ai/DeepSeek-R1"),
+        ("deepseek-v2-lite", "deepseek-ai/DeepSeek-V2-Lite-Chat"),
+    ],
+)
+def test_the_recipes_of_deepseek_are_the_published_models(recipe, name):
+    """The chat models have their sizes."""
+    model = RECIPES[recipe]().model
+    found = model_of_file(name)
+    assert found.all_layer_kinds == model.all_layer_kinds
+    same_words = replace(found, moe_layer_freq=model.moe_layer_freq)
+    assert architecture(same_words) == architecture(model)
+    run = RunConfig(model=model, batch=BatchConfig(micro_batch_size=1))
+    assert model_parameters(run) == CONVERTED[name]["parameters"]
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_published_file_that_is_not_built_is_refused_by_a_field(name):
     with pytest.raises(ValueError, match=REFUSED[name]) as error:
