@@ -25,7 +25,7 @@ from ..start import environment
 from .gguf.conversion import TYPES, save_gguf
 from .gguf.tokenizer import INEXACT
 from .hugging_face.carried_files import carry, check_carried, set_chat_template
-from .hugging_face.conversion import open_hugging_face, save_hugging_face
+from .hugging_face.conversion import open_hugging_face, save_hugging_face, with_architecture
 from .hugging_face.peft import open_peft, save_peft
 from .new_directory import check_new, new_directory
 from .open_weights import open_megatron, open_weights
@@ -53,7 +53,9 @@ SOURCES: dict[str, Callable[[argparse.Namespace], Weights]] = {
     "load": lambda options: open_own(
         options.load, options.ckpt_step, options.pretrained_checkpoint, open_weights
     ),
-    "from_hf": lambda options: open_hugging_face(options.from_hf, options.from_peft),
+    "from_hf": lambda options: open_hugging_face(
+        options.from_hf, options.from_peft, options.drop_mtp
+    ),
     "from_megatron": lambda options: open_megatron(
         options.from_megatron,
         options.ckpt_step,
@@ -133,8 +135,11 @@ DESTINATIONS: dict[str, Callable[[Weights, Path, argparse.Namespace], None]] = {
     "to_peft": lambda weights, directory, options: save_peft(weights, directory),
 }
 
-# Destinations without MTP modules.
-WITHOUT_PREDICTIONS = ("to_hf", "to_gguf")
+# Destinations that have MTP modules for some models, or for none.
+ADAPTED: dict[str, Callable[[Weights], Weights]] = {
+    "to_hf": with_architecture,
+    "to_gguf": Weights.without_predictions,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -221,6 +226,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="add adapters to the weights, and --save a whole model; --to-hf and "
         "--to-megatron do that in any case",
+    )
+    parser.add_argument(
+        "--drop-mtp",
+        action="store_true",
+        help="leave the modules out that predict further tokens, such as DeepSeek-V3's (default: they "
+        "are converted if the destination has them)",
     )
     parser.add_argument("--ckpt-step", type=int, help="iteration to load (default: the latest)")
     parser.add_argument(
@@ -393,8 +404,10 @@ def main(options: argparse.Namespace) -> int:
     source, destination = check_options(options)
     allocator.return_large_blocks()
     weights = _with_peft(SOURCES[source](options), options).cast(DTYPES.get(options.dtype))
-    if destination in WITHOUT_PREDICTIONS:
+    if options.drop_mtp:
         weights = weights.without_predictions()
+    if destination in ADAPTED:
+        weights = ADAPTED[destination](weights)
     if options.hf_files is not None:
         weights = replace(weights, carried=Path(options.hf_files))
     check_carried(weights.carried)

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ..config.model import ModelConfig
-from ..convert.hugging_face.config_json import architecture_of
+from ..convert.hugging_face.config_json import architecture_of, exported_model
 from ..observe.log.loss_plot import start_module
 
 
 def check_exportable(model: ModelConfig) -> None:
     """Raise ValueError for a model that Hugging Face has no architecture for."""
     try:
-        architecture_of(model, {})
+        architecture_of(exported_model(model), {})
     except ValueError as error:
         raise ValueError(f"--save-hf-interval: {error}: leave it out") from None
 

@@ -16,6 +16,26 @@ from tests.llama_models import FAMILIES
 pytestmark = pytest.mark.parallel
 
 LLAMA = {**FAMILIES["llama"], "save_hf_interval": 2, "train_iters": 4}
+DEEPSEEK = {
+    **LLAMA,
+    "use_rope_scaling": False,
+    "multi_latent_attention": True,
+    "group_query_attention": False,
+    "num_query_groups": None,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 12,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
+    "qk_layernorm": True,
+    "layernorm_epsilon": 1e-6,
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 24,
+    "moe_shared_expert_intermediate_size": 24,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "mtp_num_layers": 1,
+}
 
 
 @pytest.fixture
@@ -32,16 +52,18 @@ def lines_of(tmp_path, **changes) -> tuple[list[str], dict]:
     return made.writer.lines, weights
 
 
+@pytest.mark.parametrize("flags", [LLAMA, DEEPSEEK], ids=["llama", "deepseek"])
 def test_a_folder_of_every_second_iteration_has_the_weights_of_its_checkpoint(
-    tmp_path, printing, monkeypatch
+    tmp_path, printing, monkeypatch, flags
 ):
     monkeypatch.setenv("PMI_SIZE", "2")  # of an MPI run, of which the writer is no rank
-    lines, weights = lines_of(tmp_path, keep_last=1)
+    lines, weights = lines_of(tmp_path, keep_last=1, **flags)
     folders = sorted((tmp_path / "save_hf").iterdir())
     assert [folder.name for folder in folders] == ["iter_0000002", "iter_0000004"]
     for folder in folders:
         assert f"saved {folder} for Hugging Face" in lines
     theirs = open_hugging_face(str(folders[1]))
+    assert theirs.dtypes.keys() == weights.keys()
     for name, weight in weights.items():
         torch.testing.assert_close(theirs.read(name), weight[: len(theirs.read(name))])
     assert HfExport.begin(str(tmp_path / "save"), 4) is None, "a repeated iteration"

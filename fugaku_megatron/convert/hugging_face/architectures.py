@@ -41,6 +41,7 @@ from .rules import (
     NEW_FALCON,
     NO_DROPOUT,
     NORMALISED_EXPERTS,
+    PREDICTIONS,
     QUERY_SCALE,
     SCALED_DEPTH,
     SCALED_EMBEDDING,
@@ -116,7 +117,7 @@ class Architecture:
     also: further conditions
     defaults: their field -> transformers' default, if neither a field nor a rule has it
     constants: stored numbers of each layer that the block computes with, by their name
-    predicts_more_tokens: files may have multi-token-prediction layers behind the others, which are left out
+    leaves_predictions_out: files may have multi-token-prediction layers in a form that is left out
     """
 
     name: str
@@ -132,7 +133,7 @@ class Architecture:
     also: Callable[[ModelConfig], bool] = lambda model: True
     defaults: Mapping[str, Any] = field(default_factory=dict)
     constants: Mapping[str, float] = field(default_factory=dict)
-    predicts_more_tokens: bool = False
+    leaves_predictions_out: bool = False
     experts: Mapping[str, Counterpart] = field(default_factory=dict)
 
     @property
@@ -804,6 +805,17 @@ _SHARED_EXPERT_PLACES = _EXPERT_PLACES | _places(
         "mlp.shared_experts.linear_fc2": "shared_experts.down_proj",
     },
 )
+# Of an MTP module, which is stored as a layer, with copies of the word embedding and the head.
+PREDICTION_PLACES = _places(
+    {
+        "enorm": "enorm",
+        "hnorm": "hnorm",
+        "eh_proj": "eh_proj",
+        "final_layernorm": "shared_head.norm",
+    }
+)
+EMBEDDING_COPY = "layers.{}.embed_tokens.weight"
+HEAD_COPY = "layers.{}.shared_head.head.weight"
 _ROUTED_EXPERTS = Field("n_routed_experts", "num_experts")
 
 
@@ -823,12 +835,11 @@ GLM4_MOE = _decoder(
         _ROUTER_TOPK,
     ),
     rope=rotary(0.5),
-    further_rules=(EXPERT_WIDTHS, GROUPS, FIRST_DENSE),
+    further_rules=(EXPERT_WIDTHS, GROUPS, FIRST_DENSE, PREDICTIONS),
     only={"norm_topk_prob": (True,)},
     block=_SIGMOID_EXPERT_BLOCK,
-    places=_SHARED_EXPERT_PLACES,
+    places=_SHARED_EXPERT_PLACES | PREDICTION_PLACES,
     also=_fits_first_dense,
-    predicts_more_tokens=True,
 )
 _LATENT_BLOCK = {
     "multi_latent_attention": True,
@@ -910,12 +921,11 @@ DEEPSEEK_V3 = _decoder(
         "first_k_dense_replace": 3,
     },
     further_fields=(*_LATENT_FIELDS, _VALUE_SIZE, _ROUTED_EXPERTS, _ROUTER_TOPK),
-    rules=(*_LATENT_RULES, _UNTIED_HEAD, EXPERT_WIDTHS, GROUPS, FIRST_DENSE),
+    rules=(*_LATENT_RULES, _UNTIED_HEAD, EXPERT_WIDTHS, GROUPS, FIRST_DENSE, PREDICTIONS),
     only=_SIGMOID_ONLY,
     block={**_LATENT_BLOCK, **_SIGMOID_EXPERT_BLOCK},
-    places=_SHARED_EXPERT_PLACES | _LATENT_PLACES,
+    places=_SHARED_EXPERT_PLACES | _LATENT_PLACES | PREDICTION_PLACES,
     also=lambda model: _has_latent_epsilon(model) and _fits_first_dense(model),
-    predicts_more_tokens=True,
 )
 KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")
 GLM4_MOE_LITE = _decoder(
@@ -929,12 +939,15 @@ GLM4_MOE_LITE = _decoder(
         _ROUTED_EXPERTS,
         _ROUTER_TOPK,
     ),
-    rules=(*_LATENT_RULES, _UNTIED_HEAD, EXPERT_WIDTHS, GROUPS, MLP_LAYERS),
+    rules=(*_LATENT_RULES, _UNTIED_HEAD, EXPERT_WIDTHS, GROUPS, MLP_LAYERS, PREDICTIONS),
     only=_SIGMOID_ONLY,
     block={**_LATENT_BLOCK, **_SIGMOID_EXPERT_BLOCK},
-    places=_SHARED_EXPERT_PLACES | _LATENT_PLACES,
-    also=lambda model: _has_latent_epsilon(model) and has_shared_experts(model),
-    predicts_more_tokens=True,
+    places=_SHARED_EXPERT_PLACES | _LATENT_PLACES | PREDICTION_PLACES,
+    also=lambda model: (
+        _has_latent_epsilon(model)
+        and has_shared_experts(model)
+        and (not model.predictions or model.mlps[-1] == "experts")
+    ),
 )
 MINICPM3 = _decoder(
     name="MiniCPM3ForCausalLM",
@@ -1014,7 +1027,7 @@ QWEN3_NEXT = _decoder(
     only=_NO_BIAS,
     block={**_EXPERT_BLOCK, **_DELTA_NET_BLOCK, "moe_shared_expert_gate": True},
     places=_EXPERT_PLACES | _DELTA_NET_PLACES,
-    predicts_more_tokens=True,
+    leaves_predictions_out=True,
 )
 _QWEN3_5_PLACES = _DELTA_NET_PLACES | _places(
     prefix="layers.{}.linear_attn.",
@@ -1039,7 +1052,7 @@ QWEN3_5 = _decoder(
     only=_QWEN3_5_ONLY,
     block=_DELTA_NET_BLOCK,
     places=_QWEN3_5_PLACES,
-    predicts_more_tokens=True,
+    leaves_predictions_out=True,
 )
 QWEN3_5_MOE = _decoder(
     name="Qwen3_5MoeForCausalLM",
@@ -1068,7 +1081,7 @@ QWEN3_5_MOE = _decoder(
         "moe_layer_freq": "1",
     },
     places=_EXPERT_PLACES | _QWEN3_5_PLACES,
-    predicts_more_tokens=True,
+    leaves_predictions_out=True,
 )
 GRANITE_HYBRID = _decoder(
     name="GraniteMoeHybridForCausalLM",

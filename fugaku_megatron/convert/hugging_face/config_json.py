@@ -6,7 +6,7 @@ refused unless off (null, false or empty).
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -87,11 +87,9 @@ IGNORED_OF: dict[str, dict[str, str]] = {
             "mamba_ssm_dtype": "it is the format of a state in other programs",
         },
     ),
-    "glm4_moe": {"num_nextn_predict_layers": _LEFT_OUT},
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"),
         {
-            "num_nextn_predict_layers": _LEFT_OUT,
             "aux_loss_alpha": _OF_TRAINING,
             "seq_aux": _OF_TRAINING,
             "ep_size": "it is a number of ranks",
@@ -260,6 +258,13 @@ def _fields(architecture: Architecture, config: JsonObject) -> JsonObject:
             ) from None
         values[row.ours] = value
     return values
+
+
+def exported_model(model: ModelConfig) -> ModelConfig:
+    """Return the model, without MTP modules if no architecture has them next to this block."""
+    if any(row.fits(model) for row in ARCHITECTURES):
+        return model
+    return replace(model, mtp_num_layers=None)
 
 
 def architecture_of(model: ModelConfig, before: JsonObject) -> Architecture:

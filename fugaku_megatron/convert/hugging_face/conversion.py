@@ -23,6 +23,7 @@ from .config_json import (
     architecture_of,
     carried_config,
     config_of,
+    exported_model,
     has_mxfp4_experts,
     has_text_config,
     plain_config,
@@ -42,12 +43,25 @@ from .tensor_directory import (
     write_json,
     write_tensor_files,
 )
-from .tensor_mapping import TensorMapping, constants, copy_flat, in_their_shape, tensor_mappings
+from .tensor_mapping import (
+    TensorMapping,
+    constants,
+    copies,
+    copy_flat,
+    in_their_shape,
+    tensor_mappings,
+)
 from .tensor_views import Shape, whole
 
 
-def open_hugging_face(directory: str, adapters: str | None = None) -> Weights:
-    """Open a model directory, or raise ValueError. adapters: directory whose adapters are added to the model"""
+def open_hugging_face(
+    directory: str, adapters: str | None = None, drop_mtp: bool = False
+) -> Weights:
+    """Open a model directory, or raise ValueError.
+
+    adapters: directory whose adapters are added to the model
+    drop_mtp: leave MTP modules out, whose tensors are then not looked at
+    """
     path = Path(directory)
     check(
         path.is_dir(),
@@ -63,15 +77,15 @@ def open_hugging_face(directory: str, adapters: str | None = None) -> Weights:
             files, note = _without_towers(files)
             notes.append(note)
             config = text_config(config)
+        architecture, model = read_config(plain_config(config))
+        drops = architecture.leaves_predictions_out or drop_mtp
+        files, model, note = _with_stored_modules(files, model, drops)
+        notes.append(note)
         if has_mxfp4_experts(config):
             files = unpacked(files)
         quantization = config.get("quantization_config")
         if is_fp8(quantization):
             files = without_scales(files, block_size(quantization))
-        architecture, model = read_config(plain_config(config))
-        if architecture.predicts_more_tokens:
-            files, note = _without_mtp_layers(files, model.num_layers)
-            notes.append(note)
         if any(map(_STACKED.fullmatch, files.tensors)):
             architecture = architecture.with_stacked_experts
         reader = _reader(files, architecture, model)
@@ -122,16 +136,36 @@ _MTP = re.compile(r"(model\.)?mtp\..*")
 _NUMBERED = re.compile(r"(?:model\.)?layers\.(\d+)\..*")
 
 
-def _without_mtp_layers(files: TensorDirectory, layers: int) -> tuple[TensorDirectory, str]:
-    """Return the tensors of the first layers and outside layers, and a note about the others."""
+def _with_stored_modules(
+    files: TensorDirectory, model: ModelConfig, drops: bool
+) -> tuple[TensorDirectory, ModelConfig, str]:
+    """Return the tensors and the model, both with the MTP modules that the files hold, and a note about others.
+
+    drops: leave the modules out
+    """
+    layers = _without_mtp_layers(files, model.num_layers)
+    left_out = len(files.tensors) - len(layers.tensors)
+    alone = replace(model, mtp_num_layers=None)
+    if drops:
+        note = f"{left_out} tensors of multi-token-prediction layers are left out"
+        return layers, alone, note if left_out else ""
+    if model.predictions and not left_out:
+        note = (
+            f"{FILE} says num_nextn_predict_layers {model.predictions}, and the files hold no such layers: "
+            "the model has none"
+        )
+        return files, alone, note
+    return files, model, ""
+
+
+def _without_mtp_layers(files: TensorDirectory, layers: int) -> TensorDirectory:
+    """Return the tensors of the first layers and outside layers."""
     tensors = {}
     for name, tensor in files.tensors.items():
         match = _NUMBERED.fullmatch(name)
         if match is None and not _MTP.fullmatch(name) or match and int(match[1]) < layers:
             tensors[name] = tensor
-    left_out = len(files.tensors) - len(tensors)
-    note = f"{left_out} tensors of multi-token-prediction layers are left out"
-    return replace(files, tensors=tensors), note if left_out else ""
+    return replace(files, tensors=tensors)
 
 
 @dataclass(frozen=True)
@@ -163,6 +197,7 @@ def _reader(files: TensorDirectory, architecture: Architecture, model: ModelConf
     ours = shapes(model)
     table = tensor_mappings(architecture, model)
     fixed = constants(architecture, model)
+    files = _without_copies(files, architecture, model)
     names = _stored_names(files, architecture, [*table, *fixed])
     for name, value in fixed.items():
         stored_value = files.read(names[name])
@@ -208,7 +243,8 @@ def _stored_names(
     check(lacking is None, f"{files.path} holds no tensor {lacking}, which {FILE} asks for")
     others = set(files.tensors) - set(stored.values())
     if head in others:
-        _check_tied(files, head, next(iter(stored.values())))
+        remedy = f"{FILE} says tie_word_embeddings true: correct one of them"
+        _check_equal(files, head, next(iter(stored.values())), remedy)
     rest = sorted(name for name in others - {head} if not architecture.unused.fullmatch(name))
     check(
         not rest,
@@ -217,15 +253,40 @@ def _stored_names(
     return stored
 
 
-def _check_tied(files: TensorDirectory, name: str, embedding: str) -> None:
-    head = files.read(name)
-    weight = files.read(embedding)
-    both = widest((head.dtype, weight.dtype))
+def _check_equal(files: TensorDirectory, name: str, other: str, remedy: str) -> None:
+    first = files.read(name)
+    second = files.read(other)
+    both = widest((first.dtype, second.dtype))
     check(
-        torch.equal(head.to(both), weight.to(both)),
-        f"{name} differs from {embedding}, and {FILE} says "
-        "tie_word_embeddings true: correct one of them",
+        torch.equal(first.to(both), second.to(both)), f"{name} differs from {other}, and {remedy}"
     )
+
+
+def _without_copies(
+    files: TensorDirectory, architecture: Architecture, model: ModelConfig
+) -> TensorDirectory:
+    """Return the tensors without the MTP modules' own embeddings and heads, which must equal the model's."""
+    tensors = dict(files.tensors)
+    for copy, original in copies(architecture, model).items():
+        found = _spelled(files, architecture, copy)
+        same = _spelled(files, architecture, original)
+        if found is not None and same is not None:
+            _check_equal(files, found, same, "MTP modules share it here: pass --drop-mtp")
+            del tensors[found]
+    return replace(files, tensors=tensors)
+
+
+def _spelled(files: TensorDirectory, architecture: Architecture, name: str) -> str | None:
+    """Return a name as the files have it, which may lack the prefix."""
+    spelled = (name, name.removeprefix(architecture.prefix))
+    return next((each for each in spelled if each in files.tensors), None)
+
+
+def with_architecture(weights: Weights) -> Weights:
+    """Return the weights, without MTP modules if no architecture has them next to this block."""
+    if exported_model(weights.model) == weights.model:
+        return weights
+    return weights.without_predictions()
 
 
 def save_hugging_face(weights: Weights, directory: Path, max_bytes: int) -> None:
@@ -243,7 +304,11 @@ def save_hugging_face(weights: Weights, directory: Path, max_bytes: int) -> None
     for name in fixed:
         theirs[name] = torch.empty((), dtype=widest(weights.dtypes.values()), device="meta")
 
+    originals = copies(architecture, model)
+    theirs |= {copy: theirs[original] for copy, original in originals.items()}
+
     def value(name: str) -> Tensor:
+        name = originals.get(name, name)
         if name in fixed:
             return torch.tensor(fixed[name], dtype=theirs[name].dtype)
         return in_their_shape(read(table[name].ours), table[name], model)

@@ -421,6 +421,24 @@ def dense_before_experts(model: ModelConfig) -> bool:
     return "experts" not in mlps[: mlps.count(model.activation)]
 
 
+def _read_predictions(config: JsonObject) -> JsonObject:
+    name = "num_nextn_predict_layers"
+    count = config.get(name) or 0
+    check(
+        type(count) is int and count >= 0,
+        f"{FILE}: {name} is {count!r:.60}, not a number of layers",
+    )
+    return {"mtp_num_layers": count or None}
+
+
+# MTP modules, stored as layers behind the others.
+PREDICTIONS = Rule(
+    _read_predictions,
+    lambda model: {"num_nextn_predict_layers": model.predictions},
+    ("num_nextn_predict_layers",),
+    ("mtp_num_layers",),
+)
+
 LATENT_EPSILON = 1e-6  # of norms of latent vectors in transformers' modules
 
 

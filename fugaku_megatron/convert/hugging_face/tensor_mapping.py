@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from ...config.fields import check
 from ...config.model import ModelConfig
 from ..weights import layer_of, place_of, shapes
-from .architectures import OUTPUT, Architecture
+from .architectures import EMBEDDING_COPY, HEAD_COPY, OUTPUT, Architecture
 from .tensor_views import Arrangement
 
 
@@ -24,11 +25,20 @@ class TensorMapping:
     arranged: Arrangement
 
 
+_MODULE = re.compile(r"mtp\.layers\.(\d+)\.(transformer_layer\.)?")
+
+
+def _as_layer(name: str, layers: int) -> str:
+    """Return the name that a tensor of an MTP module would have in a layer behind `layers` others."""
+    return _MODULE.sub(lambda match: f"decoder.layers.{layers + int(match[1])}.", name)
+
+
 def tensor_mappings(architecture: Architecture, model: ModelConfig) -> dict[str, TensorMapping]:
     """Return all mappings by their names, in the order of our tensors."""
     found = {}
     for ours in shapes(model):
-        place, kind = place_of(ours)
+        as_layer = _as_layer(ours, model.num_layers)
+        place, kind = place_of(as_layer)
         ending = f".{kind}"
         if f"{place}.{kind}" in architecture.places:  # a name of its own, without weight or bias
             place = f"{place}.{kind}"
@@ -38,9 +48,21 @@ def tensor_mappings(architecture: Architecture, model: ModelConfig) -> dict[str,
         prefix = "" if place == OUTPUT else architecture.prefix
         experts = range(model.num_experts or 1) if "{expert}" in names[0] else (0,)
         for number, (expert, name) in enumerate(itertools.product(experts, names)):
-            theirs = name.format(layer_of(ours), expert=expert)
+            theirs = name.format(layer_of(as_layer), expert=expert)
             found[f"{prefix}{theirs}{ending}"] = TensorMapping(ours, number, arranged)
     return found
+
+
+def copies(architecture: Architecture, model: ModelConfig) -> dict[str, str]:
+    """Return the names of each MTP module's word embedding and head, and the names of the model's."""
+    embedding = f"{architecture.prefix}{architecture.embedding}"
+    head = embedding if model.tied else architecture.head
+    originals = {EMBEDDING_COPY: embedding, HEAD_COPY: head}
+    return {
+        f"{architecture.prefix}{name.format(model.num_layers + module)}": original
+        for module in range(model.predictions)
+        for name, original in originals.items()
+    }
 
 
 def constants(architecture: Architecture, model: ModelConfig) -> dict[str, float]:
