@@ -165,6 +165,7 @@ WITHIN_THE_RUN = set(
     fp32_matmul quick_geglu glu_linear_offset activation_func_clamp_value xielu softmax_type
     mtp_num_layers mtp_loss_scaling_factor
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type
+    latent_layernorm_epsilon
     fim_data fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix fim_prefix_token
     fim_middle_token fim_suffix_token fim_pad_token fim_eod_token
     account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split recompute_modules
