@@ -175,6 +175,30 @@ def test_a_format_without_the_parts_is_one_line(ours, tmp_path, capsys, flags, m
     assert message in line and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q_lora_rank": None}, "holds no decoder.layers.0.self_attention.linear_q_proj.weight"),
+        ({"kv_lora_rank": 24}, "linear_kv_down_proj.weight has 768 elements, and its shape"),
+        ({"mtp_num_layers": None}, "tensors that the block does not have, such as ['mtp.layers.0."),
+        ({"mtp_num_layers": 2}, "holds no mtp.layers.1.enorm.weight"),
+        ({"mtp_use_repeated_layer": True}, "each MTP module has its own layer"),
+    ],
+)
+def test_saved_arguments_are_compared_with_the_tensors(ours, tmp_path, capsys, change, message):
+    theirs = tmp_path / "theirs"
+    assert convert("--load", ours["latent"], "--to-megatron", theirs) == 0
+    file = theirs / "release" / "common.pt"
+    common = torch.load(file, weights_only=False)
+    for name, value in change.items():
+        setattr(common["args"], name, value)
+    torch.save(common, file)
+    capsys.readouterr()
+    assert convert("--from-megatron", theirs, "--save", tmp_path / "back") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line and not (tmp_path / "back").exists()
+
+
 def arguments(**changes: Any) -> dict[str, Any]:
     """Return the saved arguments of a model of Megatron-LM with latent attention."""
     model = small_run(**ALONE).model
