@@ -114,15 +114,15 @@ def _save_megatron(weights: Weights, directory: Path, options: argparse.Namespac
 
 
 def _save_gguf(weights: Weights, directory: Path, options: argparse.Namespace) -> None:
-    differences = save_gguf(
+    notes = save_gguf(
         weights,
         directory / Path(options.to_gguf).name,
         options.gguf_type,
         options.chat_template,
         options.gguf_inexact_tokenizer,
     )
-    for difference in differences:
-        print(f"note: llama.cpp reads some texts differently: {difference}")
+    for note in notes:
+        print(f"note: {note}")
 
 
 DESTINATIONS: dict[str, Callable[[Weights, Path, argparse.Namespace], None]] = {

@@ -25,6 +25,31 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+LATENT = {
+    **SIZES,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "rms_norm_eps": 1e-6,
+}
+LATENT_EXPERTS = {
+    **LATENT,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+}
+LATENT_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 MODELS = {
     "gpt2": lambda t: t.GPT2Config(vocab_size=320, n_embd=32, n_layer=2, n_head=4, n_positions=64),
     "llama": lambda t: t.LlamaConfig(**SIZES, rope_scaling=LLAMA3),
@@ -50,6 +75,41 @@ MODELS = {
         num_experts=4,
         num_experts_per_tok=2,
         norm_topk_prob=False,
+    ),
+    "deepseek_v2": lambda t: t.DeepseekV2Config(
+        **LATENT_EXPERTS,
+        q_lora_rank=20,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+        rope_parameters={**LATENT_YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
+    ),
+    "deepseek_v3": lambda t: t.DeepseekV3Config(
+        **LATENT_EXPERTS,
+        q_lora_rank=20,
+        first_k_dense_replace=2,
+        n_group=4,
+        topk_group=2,
+        rope_parameters=LATENT_YARN,
+    ),
+    "glm4_moe_lite": lambda t: t.Glm4MoeLiteConfig(
+        **LATENT_EXPERTS,
+        q_lora_rank=20,
+        n_group=1,
+        topk_group=1,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+    ),
+    "minicpm3": lambda t: t.MiniCPM3Config(
+        **{
+            **LATENT,
+            "tie_word_embeddings": True,
+            "num_hidden_layers": 2,
+            "v_head_dim": 8,
+        },
+        q_lora_rank=20,
+        scale_emb=12,
+        scale_depth=1.4,
+        dim_model_base=256,
     ),
     "stablelm": lambda t: t.StableLmConfig(**SIZES, partial_rotary_factor=0.5, use_qkv_bias=True),
 }
@@ -84,6 +144,9 @@ def write_model(folder, kind):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_()
     model.save_pretrained(folder)
     return model
 

@@ -79,10 +79,18 @@ def scaled(kind: str, scaling: dict):
     return config
 
 
+def lite(t):
+    config = MODELS["deepseek_v2"](t)
+    config.q_lora_rank = None
+    config.num_hidden_layers = 27
+    return config
+
+
 CONFIGS = {
     **MODELS,
     "llama yarn": lambda _: scaled("llama", YARN),
     "qwen3 yarn": lambda _: scaled("qwen3", YARN),
+    "deepseek_v2 lite": lite,
     "qwen2 linear": lambda _: scaled("qwen2", LINEAR),
 }
 
@@ -108,6 +116,6 @@ def test_logits_are_those_of_transformers(tmp_path, monkeypatch, name):
             ours = ours[sorted(theirs)]
             spread = float(ours.max() - ours.min())
             assert len(theirs) > 300 and spread > 0.5
-            assert (
-                float((there - ours).abs().max()) < 4e-3 * spread
-            )  # keys and values are F16 there
+            # Keys and values are F16 there, in every layer.
+            rounding = 4e-3 if model.config.num_hidden_layers < 10 else 8e-3
+            assert float((there - ours).abs().max()) < rounding * spread

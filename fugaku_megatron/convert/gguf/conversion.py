@@ -30,6 +30,7 @@ from ..hugging_face.architectures import Architecture
 from ..hugging_face.config_json import architecture_of, carried_config
 from ..hugging_face.tensor_mapping import in_their_shape, tensor_mappings
 from ..weights import Weights
+from . import latent_attention
 from .tokenizer import read_tokenizer
 
 TYPES = {
@@ -55,6 +56,8 @@ class Kind:
     only: values that llama.cpp assumes
     grouped: heads may share keys and values
     numbers: keys of this row alone, and the model's values
+    differences: yields further parts of a model that llama.cpp lacks, as `_differences`
+    absorbed: attention is latent, with narrow vectors as keys and values, and the first layers may have no experts
     """
 
     name: str
@@ -63,10 +66,13 @@ class Kind:
     only: tuple[tuple[str, Any], ...] = ()
     grouped: bool = True
     numbers: Mapping[str, str] = field(default_factory=dict)
+    differences: Callable[[ModelConfig], Iterator[tuple[str, str]]] | None = None
+    absorbed: bool = False
 
 
 _NORMALIZED = (("moe_router_pre_softmax", False),)
 _PLAIN = (("moe_router_pre_softmax", True),)
+_ABSORBED = Kind("deepseek2", differences=latent_attention.absorbed_differences, absorbed=True)
 KINDS = {  # by Hugging Face's model_type
     "gpt2": Kind("gpt2"),
     "llama": Kind("llama", True, True),
@@ -87,6 +93,8 @@ KINDS = {  # by Hugging Face's model_type
     "qwen2_moe": Kind("qwen2moe", only=_PLAIN),
     "qwen3_moe": Kind("qwen3moe", only=_NORMALIZED),
     "olmoe": Kind("olmoe", only=_PLAIN, grouped=False),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"), _ABSORBED),
+    "minicpm3": Kind("minicpm3", differences=latent_attention.scaled_differences),
     "stablelm": Kind("stablelm", numbers={"parallel_residual": "parallel_residual"}),
 }
 
@@ -98,7 +106,7 @@ def save_gguf(
     chat_template: str | None,
     inexact: bool = False,
 ) -> list[str]:
-    """Write the file, and return the tokenizer's differences in llama.cpp.
+    """Write the file, and return notes about differences in llama.cpp.
 
     kind: --gguf-type
     inexact: allow differences in a few texts
@@ -144,7 +152,13 @@ def save_gguf(
         values = np.ascontiguousarray(tensor.read().float().numpy())
         writer.write_tensor_data(gguf.quants.quantize(values, types[name]))
     writer.close()
-    return tokenizer.differences
+    notes = [
+        f"llama.cpp reads some texts differently: {difference}"
+        for difference in tokenizer.differences
+    ]
+    if note := latent_attention.epsilon_note(model):
+        notes.append(note)
+    return notes
 
 
 def _row(architecture: Architecture, model: ModelConfig) -> Kind:
@@ -169,9 +183,11 @@ def _differences(row: Kind, model: ModelConfig) -> Iterator[tuple[str, str]]:
         yield "--use-rope-scaling", ""
     if model.rope_dynamic_factor is not None:
         yield "--rope-dynamic-factor", ""
+    if row.differences is not None:
+        yield from row.differences(model)
     if model.position_embedding_type == YARN:
-        yield from _yarn_differences(model)
-    if model.num_experts and {*model.mlps} != {"experts"}:
+        yield from _yarn_differences(model, ("mscale", "mscale_all_dim") if row.absorbed else ())
+    if model.num_experts and not row.absorbed and {*model.mlps} != {"experts"}:
         yield "layers without experts", ""
     if not row.grouped and model.query_groups != model.num_attention_heads:
         heads = f"{model.query_groups} groups of {model.num_attention_heads} heads"
@@ -181,10 +197,11 @@ def _differences(row: Kind, model: ModelConfig) -> Iterator[tuple[str, str]]:
             yield f"{name} {getattr(model, name)}", ""
 
 
-def _yarn_differences(model: ModelConfig) -> Iterator[tuple[str, str]]:
+def _yarn_differences(model: ModelConfig, described: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Yield the details of yarn that differ. described: fields that the file has"""
     for each in declarations(ModelConfig):
         value = getattr(model, each.name)
-        if each.topic == YARN_DETAILS and value != each.default:
+        if each.topic == YARN_DETAILS and each.name not in described and value != each.default:
             yield f"{flag(each.name)} {value}", str(each.default)
 
 
@@ -195,12 +212,15 @@ def _add_numbers(writer: Any, model: ModelConfig, row: Kind) -> None:
     writer.add_block_count(model.num_layers)
     writer.add_feed_forward_length(model.ffn_hidden_size)
     writer.add_head_count(model.num_attention_heads)
-    writer.add_head_count_kv(model.query_groups)
+    writer.add_head_count_kv(1 if row.absorbed else model.query_groups)
     writer.add_vocab_size(model.vocab_size)
     getattr(writer, f"add_{model.norm.gguf}")(model.layernorm_epsilon)
     if model.rotary:
         _add_scaling(writer, model)
         writer.add_rope_freq_base(model.rotary_base)
+    if model.multi_latent_attention:
+        latent_attention.add_numbers(writer, model, row.absorbed)
+    elif model.rotary:
         writer.add_rope_dimension_count(int(head * model.rotary_percent))
         writer.add_key_length(head)
         writer.add_value_length(head)
@@ -243,9 +263,14 @@ def _tensors(
     theirs: dict[str, list[str]] = defaultdict(list)
     table = tensor_mappings(architecture, model)
     for their in table:
-        name = names.get_name(_EXPERT.sub(".experts.", their), try_suffixes=(".weight", ".bias"))
-        check(name is not None, f"--to-gguf: the package gguf knows no name for {their}: update it")
-        theirs[name].append(their)
+        spelled = _EXPERT.sub(".experts.", their).replace("_correction_bias", "_correction.bias")
+        for part in latent_attention.parts_of(spelled) if row.absorbed else (spelled,):
+            name = names.get_name(part, try_suffixes=(".weight", ".bias"))
+            check(
+                name is not None,
+                f"--to-gguf: the package gguf knows no name for {part}: update it",
+            )
+            theirs[name].append(their)
 
     def tensor(name: str, group: list[str]) -> _Tensor:
         def values(source: Callable[[str], Tensor]) -> Tensor:
@@ -268,9 +293,9 @@ def _arranged(tensor: Tensor, name: str, their: str, model: ModelConfig, row: Ki
     """Return their tensor in llama.cpp's arrangement, (out, in)."""
     if "c_attn.weight" in their or ".c_proj.weight" in their or ".c_fc.weight" in their:
         tensor = tensor.t()  # GPT-2's are (in, out) in Hugging Face
-    heads = {"attn_q": model.num_attention_heads, "attn_k": model.query_groups}.get(
-        name.split(".")[-2]
-    )
+    module = name.split(".")[-2]
+    tensor = latent_attention.part_of(tensor, module, model)
+    heads = {"attn_q": model.num_attention_heads, "attn_k": model.query_groups}.get(module)
     if row.interleaved and heads:
         tensor = (
             tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
