@@ -46,7 +46,7 @@ help:
 	@echo "make test-torch-full  all unit, kernel and smoke tests with them"
 	@echo "make faults-short  $(FAULTS_SHORT) faults at random moments of small runs, one of each kind"
 	@echo "make faults  faults at random moments of small runs (hours; FAULTS=100 for fewer); writes the table of docs/reliability.md"
-	@echo "make lint    ruff, clang-format and mypy; make format lays out every file"
+	@echo "make lint    ruff, clang-format, mypy and zizmor; make format lays out every file"
 	@echo "make wheel   build the wheel into dist/, as pip does in an environment of its own"
 	@echo "make wheels  build the wheels for x86-64 and aarch64 (manylinux_2_28) into dist/; needs make arm-env"
 	@echo "make hub-kernel  make wheels, then a folder that the kernels library of Hugging Face loads, in dist/kernel/"
@@ -168,6 +168,7 @@ lint: $(STAMPS)/test-packages
 	$(BIN)/ruff format --check --quiet . || { echo "make format lays out the files above" >&2; exit 1; }
 	$(BIN)/clang-format --dry-run --Werror $(CPP_SOURCES)
 	$(BIN)/mypy
+	$(BIN)/zizmor --offline --quiet .github/workflows
 
 format: $(STAMPS)/test-packages
 	$(BIN)/ruff format --quiet .
