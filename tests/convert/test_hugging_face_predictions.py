@@ -237,6 +237,18 @@ def changed(name: str) -> Callable[[Predicting, dict[str, Tensor]], dict[str, Te
     return lambda made, whole: {**whole, made.layer + name: whole[made.layer + name] + 1}
 
 
+def test_kimi_k2_keeps_its_model_type(copied, tmp_path):
+    """The model is DeepSeek-V3's under another name."""
+    edit(copied.directory / "config.json", "model_type", "kimi_k2")
+    back = there_and_back(tmp_path)
+    assert same(tensors(copied.directory), tensors(back))
+    config = json.loads((back / "config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == (
+        "kimi_k2",
+        ["DeepseekV3ForCausalLM"],
+    )
+
+
 def test_modules_that_store_no_copies_are_read(copied, tmp_path):
     whole = tensors(copied.directory)
     few = without("embed_tokens.weight", "shared_head.head.weight")(copied, whole)

@@ -107,9 +107,9 @@ def test_the_recipes_of_qwen3_6_are_the_published_models(size):
     ],
 )
 def test_the_recipes_of_deepseek_are_the_published_models(recipe, name):
-    """The chat models have their sizes."""
+    """The chat models have their sizes; the recipe of DeepSeek-V3 leaves its MTP module out."""
     model = RECIPES[recipe]().model
-    found = model_of_file(name)
+    found = replace(model_of_file(name), mtp_num_layers=None)
     assert found.all_layer_kinds == model.all_layer_kinds
     same_words = replace(found, moe_layer_freq=model.moe_layer_freq)
     assert architecture(same_words) == architecture(model)
