@@ -240,7 +240,7 @@ wheel: setup
 	$(PIP) wheel --no-deps --wheel-dir dist .
 
 sdist: $(STAMPS)/build-packages
-	@rm -rf dist/release
+	@rm -rf dist/release fugaku_megatron.egg-info/SOURCES.txt
 	@$(BIN)/python setup.py --quiet sdist --dist-dir dist/release
 	@$(BIN)/python -m tools.release_recipes dist/release/*.tar.gz
 

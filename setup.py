@@ -12,11 +12,14 @@ Checkouts on one machine share objects by ccache, if it is installed.
 Environment: KERNEL_TARGETS, rows of TARGETS separated by commas, for a build without the others, or `native`, the fastest row of
 this CPU and the portable one; CXX (default g++); TARGET_CXX for
 the families alone, for example clang++, which schedules the SVE loops better; CXXFLAGS; LDFLAGS. A cross build is one whose CXX
-names another machine; it needs CXXFLAGS with the Python and pybind11 headers of that machine. Left out: Windows and macOS.
+names another machine; it needs CXXFLAGS with the Python and pybind11 headers of that machine. SOURCE_DATE_EPOCH, the date of every
+file of an archive (default: the commit's). The same sources, compiler and packages make the same bytes in every folder.
+Left out: Windows and macOS.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import os
 import platform
@@ -26,15 +29,19 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).resolve().parent
 SOURCES = ROOT / "kernels_sve"
@@ -50,6 +57,8 @@ GCC_FLAGS = ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # its own AVX-51
 GCC_SVE_FLAGS = [
     "-fno-schedule-insns"
 ]  # its scheduler brings FMAs of one accumulator too close together
+
+PREFIX_MAP = "-ffile-prefix-map="  # folders of this machine by other names in objects
 
 
 @dataclass(frozen=True)
@@ -249,7 +258,12 @@ class Compiler:
             return []
         import pybind11
 
-        return ["-isystem", pybind11.get_include(), "-isystem", sysconfig.get_path("include")]
+        folders = {"pybind11": pybind11.get_include(), "python": sysconfig.get_path("include")}
+        return [
+            word
+            for name, folder in folders.items()
+            for word in ("-isystem", folder, f"{PREFIX_MAP}{folder}={name}")
+        ]
 
     def dispatch_macros(self) -> list[str]:
         """Return for dispatch.cc the hash, and the table as FM_ROW(name, vector bytes, machine, features), built or not.
@@ -384,9 +398,10 @@ class Compiler:
         stamp.unlink(missing_ok=True)
         began = time.time()
         cached = ["ccache"] if shutil.which("ccache") else []
-        # With -g the folder is in the object; no tool reads it from there.
+        # With -g an object names its folder, and -ffile-prefix-map makes that folder the same everywhere.
         variables = {**os.environ, "CCACHE_NOHASHDIR": "1"}
-        subprocess.run([*cached, *command], check=True, cwd=ROOT, env=variables)
+        mapped = [*cached, *command, f"{PREFIX_MAP}{ROOT}=."]
+        subprocess.run(mapped, check=True, cwd=ROOT, env=variables)
         if all(
             (ROOT / path).stat().st_mtime < began for path in inputs(obj)
         ):  # not edited meanwhile
@@ -399,6 +414,7 @@ class Compiler:
         command = [
             *self.cxx,
             "-shared",
+            "-Wl,--build-id=sha1",  # of the content
             *map(from_root, objects),
             *flags,
             "-o",
@@ -436,6 +452,64 @@ def extension_suffix() -> str:
     """Return the end of an extension's file name: this Python, and the machine that the compiler builds for."""
     machine = Compiler(ROOT / "build").machine
     return str(sysconfig.get_config_var("EXT_SUFFIX")).replace(platform.machine(), machine)
+
+
+def source_date() -> int:
+    """Return the date of an archive's files, in seconds since 1970: SOURCE_DATE_EPOCH, else the commit's, else 1980."""
+    if given := os.environ.get("SOURCE_DATE_EPOCH"):
+        if not given.isdigit():
+            raise SystemExit(
+                f"setup.py: SOURCE_DATE_EPOCH is {given!r}; it must be seconds since 1970"
+            )
+        return int(given)
+    if (ROOT / ".git").exists() and shutil.which("git"):
+        command = ["git", "log", "-1", "--format=%ct"]
+        dated = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if dated.returncode == 0:
+            return int(dated.stdout)
+    return int(datetime(1980, 1, 1, tzinfo=timezone.utc).timestamp())  # a zip archive's earliest
+
+
+def fixed_mode(path: Path) -> int:
+    """Return the permissions of a file in an archive, whatever the umask of the checkout was."""
+    is_program = path.stat().st_mode & 0o100
+    return 0o755 if is_program else 0o644
+
+
+class Wheel(bdist_wheel):
+    """Wheel with the same bytes from every build of its sources."""
+
+    def write_wheelfile(self, wheelfile_base: str, *arguments: str) -> None:
+        """Write the last file of a wheel, and fix the permissions of all files."""
+        super().write_wheelfile(wheelfile_base, *arguments)
+        for path in Path(self.bdist_dir).rglob("*"):
+            if path.is_file():
+                path.chmod(fixed_mode(path))
+
+
+class SourceArchive(sdist):
+    """Source archive with its files in order, and with fixed dates, permissions and owners."""
+
+    def make_archive(self, base_name, format, root_dir=None, base_dir=None, **options):  # type: ignore[no-untyped-def]
+        """Write BASE_NAME.tar.gz of the files below `base_dir`; other formats as setuptools does."""
+        if format != "gztar":
+            return super().make_archive(base_name, format, root_dir, base_dir, **options)
+        date = source_date()
+        output = Path(f"{base_name}.tar.gz")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            output.open("wb") as raw,
+            gzip.GzipFile("", "wb", fileobj=raw, mtime=date) as packed,
+            tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive,
+        ):
+            for path in sorted(path for path in Path(base_dir).rglob("*") if path.is_file()):
+                member = tarfile.TarInfo(str(path))
+                member.size = path.stat().st_size
+                member.mtime = date
+                member.mode = fixed_mode(path)
+                with path.open("rb") as content:
+                    archive.addfile(member, content)
+        return str(output)
 
 
 class BuildModules(build_py):
@@ -489,7 +563,13 @@ def show_progress(results: Iterable[None], count: int) -> None:
 
 
 if __name__ == "__main__":
+    os.environ["SOURCE_DATE_EPOCH"] = str(source_date())  # for the wheel's writer and the compiler
     setup(
         ext_modules=[Extension("fugaku_megatron._kernels", sources=[])],
-        cmdclass={"build_ext": BuildKernels, "build_py": BuildModules},
+        cmdclass={
+            "bdist_wheel": Wheel,
+            "build_ext": BuildKernels,
+            "build_py": BuildModules,
+            "sdist": SourceArchive,
+        },
     )

@@ -18,6 +18,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+import setup
 from tools import arm_env
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,6 +68,9 @@ def build(machine: str, variables: dict[str, str], folder: Path) -> Path:
 def main() -> None:
     output = ROOT / "dist"
     output.mkdir(exist_ok=True)
+    os.environ["SOURCE_DATE_EPOCH"] = str(
+        setup.source_date()
+    )  # also of the list that `wheel tags` writes
     machines = {"x86_64": {"CXX": "g++"}, "aarch64": arm_env.extension_environment()}
     for machine, variables in machines.items():
         with tempfile.TemporaryDirectory() as folder:
