@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import json
 import os
 import platform
 import re
@@ -217,6 +218,7 @@ class Compiler:
         self.cross = self.machine != platform.machine()
         self.objects = build_dir / f"kernels-{self.machine}"
         self.objects.mkdir(parents=True, exist_ok=True)
+        self.probed: list[Target] = []  # answer of native(), which compiles a program
         self.hash = (
             source_hash()
         )  # before anything is compiled: an edit during the build makes the library an old one
@@ -241,6 +243,8 @@ class Compiler:
 
     def native(self, known: list[Target]) -> list[Target]:
         """Return the fastest of the rows that this CPU can run, and the portable one for other CPUs."""
+        if self.probed:
+            return self.probed
         probe = self.objects / "probe"
         command = [*self.cxx, "-std=c++17", "-x", "c++", "-I", str(SOURCES), "-o", str(probe), "-"]
         subprocess.run(command, input=PROBE, text=True, check=True)
@@ -251,7 +255,8 @@ class Compiler:
             for target, answer in zip(known, answers.stdout.split())
             if answer == "1" and not target.name.endswith("_emulated")
         ]
-        return [known[0], *runnable[1:][-1:]]
+        self.probed = [known[0], *runnable[1:][-1:]]
+        return self.probed
 
     def includes(self) -> list[str]:
         if self.cross:
@@ -422,6 +427,50 @@ class Compiler:
         ]
         subprocess.run(command, check=True, cwd=ROOT)
 
+    def record(self) -> dict[str, object]:
+        """Return the compilers, and the command of every object without the folders of this machine."""
+        compilers = {shlex.join(cxx): version_of(cxx) for cxx in (self.cxx, self.target_cxx)}
+        objects = {
+            obj.name: {
+                "source": from_root(source),
+                "command": shlex.join(without_folders([*command, *self.user_flags])),
+            }
+            for command, source, obj in self.jobs()
+        }
+        return {
+            "source_hash": self.hash,
+            "machine": self.machine,
+            "targets": [target.name for target in self.targets()],
+            "compilers": compilers,
+            "ldflags": self.variables.get("LDFLAGS", ""),
+            "objects": dict(sorted(objects.items())),
+        }
+
+    def pybind11_version(self) -> str:
+        """Return the version of the pybind11 whose headers the library is made from."""
+        command = shlex.join([*self.bindings()[0], *self.user_flags])
+        folders = re.findall(r"(?:-isystem |-I)(\S+)", command)
+        headers = [ROOT / folder / "pybind11" / "detail" / "common.h" for folder in folders]
+        text = next((each.read_text() for each in headers if each.exists()), "")
+        macro = r"#\s*define PYBIND11_VERSION_(?:MAJOR|MINOR|PATCH|MICRO)\s+(\w+)"
+        return ".".join(re.findall(macro, text)[:3]) or "unknown"
+
+
+def version_of(cxx: list[str]) -> str:
+    """Return the first line that a compiler prints about itself."""
+    printed = subprocess.run([*cxx, "--version"], check=True, capture_output=True, text=True)
+    return printed.stdout.splitlines()[0]
+
+
+def without_folders(command: list[str]) -> list[str]:
+    """Return a command with the names of -ffile-prefix-map in place of the folders, and ROOT as `.`."""
+    maps = [word.removeprefix(PREFIX_MAP) for word in command if word.startswith(PREFIX_MAP)]
+    names = dict(each.rsplit("=", 1) for each in [*maps, f"{ROOT}=."])
+    kept = [word for word in command if not word.startswith(PREFIX_MAP)]
+    for folder, name in names.items():
+        kept = [word.replace(folder, name) for word in kept]
+    return kept
+
 
 def from_root(path: Path) -> str:
     """Return the path as a command in ROOT names it, so that a copy of build/ serves another checkout."""
@@ -476,12 +525,54 @@ def fixed_mode(path: Path) -> int:
     return 0o755 if is_program else 0o644
 
 
+def bill_of_materials(name: str, version: str, compiler: Compiler) -> dict[str, object]:
+    """Return what a wheel contains besides its own sources, as a CycloneDX document (PEP 770)."""
+
+    def component(name: str, version: str, license_id: str) -> dict[str, object]:
+        purl = f"pkg:pypi/{name}@{version}"
+        licenses = [{"license": {"id": license_id}}]
+        row = {"type": "library", "bom-ref": purl, "name": name, "version": version}
+        return {**row, "purl": purl, "licenses": licenses}
+
+    package = component(name, version, "Apache-2.0")
+    headers = component("pybind11", compiler.pybind11_version(), "BSD-3-Clause")
+    compilers = dict.fromkeys((compiler.cxx[0], compiler.target_cxx[0]))
+    tools = [
+        {"type": "application", "name": Path(each).name, "version": version_of([each])}
+        for each in compilers
+    ]
+    return {
+        "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {
+            "timestamp": datetime.fromtimestamp(source_date(), timezone.utc).isoformat(),
+            "tools": {"components": tools},
+            "component": package,
+        },
+        "components": [headers],
+        "dependencies": [
+            {"ref": package["bom-ref"], "dependsOn": [headers["bom-ref"]]},
+            {"ref": headers["bom-ref"]},
+        ],
+    }
+
+
 class Wheel(bdist_wheel):
-    """Wheel with the same bytes from every build of its sources."""
+    """Wheel with KERNELS.json and a bill of materials, and with the same bytes from every build of its sources."""
 
     def write_wheelfile(self, wheelfile_base: str, *arguments: str) -> None:
-        """Write the last file of a wheel, and fix the permissions of all files."""
+        """Write the files of .dist-info that the build knows, and fix the permissions of all files."""
         super().write_wheelfile(wheelfile_base, *arguments)
+        compiler = Compiler(ROOT / "build")
+        name = self.distribution.get_name()
+        bill = bill_of_materials(name, self.distribution.get_version(), compiler)
+        documents = {"KERNELS.json": compiler.record(), f"sboms/{name}.cdx.json": bill}
+        for file, document in documents.items():
+            path = Path(wheelfile_base) / file
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps(document, indent=1) + "\n")
         for path in Path(self.bdist_dir).rglob("*"):
             if path.is_file():
                 path.chmod(fixed_mode(path))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
+import pybind11
 import pytest
 
 from tools import verify_wheel
@@ -63,6 +66,33 @@ def test_a_wheel_is_repeated_in_another_folder(tmp_path):
     assert verify_wheel.main([str(first), str(again)]) == ""
     for name, _, content in verify_wheel.members(first):
         assert str(tmp_path).encode() not in content, name
+
+
+def test_a_wheels_metadata_names_compiler_flags_and_parts(wheel):
+    """The command of every object is there, with no folder of this machine."""
+    contents = {name: content for name, _, content in verify_wheel.members(wheel)}
+    (kernels,) = (json.loads(v) for k, v in contents.items() if k.endswith("/KERNELS.json"))
+    library = next(v for k, v in contents.items() if "/_kernels" in k)
+    assert kernels["source_hash"].encode() in library
+    for target in kernels["targets"]:
+        assert f"table_{target}.o" in kernels["objects"]
+    assert all(re.search(r"\d+\.\d+", version) for version in kernels["compilers"].values())
+    for name, row in kernels["objects"].items():
+        assert "-O3" in row["command"] and (ROOT / row["source"]).exists(), name
+    assert str(ROOT) not in json.dumps(kernels) and sys.prefix not in json.dumps(kernels)
+    assert "-isystem pybind11" in kernels["objects"]["module.o"]["command"]
+
+
+def test_a_wheels_bill_of_materials_is_cyclonedx(wheel):
+    from cyclonedx.schema import SchemaVersion
+    from cyclonedx.validation.json import JsonStrictValidator
+
+    contents = {name: content for name, _, content in verify_wheel.members(wheel)}
+    (text,) = (v.decode() for k, v in contents.items() if "/sboms/" in k)
+    validator = JsonStrictValidator(SchemaVersion.V1_6)
+    assert validator.validate_str(text) is None
+    (component,) = json.loads(text)["components"]
+    assert component["purl"] == f"pkg:pypi/pybind11@{pybind11.__version__}"
 
 
 @pytest.fixture
