@@ -931,7 +931,11 @@ KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")
 GLM4_MOE_LITE = _decoder(
     name="Glm4MoeLiteForCausalLM",
     model_type="glm4_moe_lite",
-    defaults={"moe_intermediate_size": 1536, "routed_scaling_factor": 1.8},
+    defaults={
+        "moe_intermediate_size": 1536,
+        "routed_scaling_factor": 1.8,
+        "rms_norm_eps": 1e-5,
+    },
     further_fields=(
         *_LATENT_FIELDS,
         _VALUE_SIZE,
@@ -952,6 +956,12 @@ GLM4_MOE_LITE = _decoder(
 MINICPM3 = _decoder(
     name="MiniCPM3ForCausalLM",
     model_type="minicpm3",
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "initializer_range": 0.1,
+        "scale_depth": 1.4,
+        "dim_model_base": 256,
+    },
     further_fields=(*_LATENT_FIELDS, _LARGER_EPSILON),
     rules=(*_LATENT_RULES, tied(True), SCALED_DEPTH),
     only={**_NO_BIAS, "mlp_bias": (False,)},
