@@ -26,7 +26,7 @@ FAULTS_SEED ?= 1
 MPIEXEC ?= $(if $(filter system,$(MPI)),mpiexec,$(BIN)/mpiexec)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernels train check test test-full test-targets test-slow test-openmpi test-torch test-torch-full wheels hub-kernel sdist docs site faults faults-short lint format wheel wheel-test setup-test bench rendered clean
+.PHONY: help setup kernels train check test test-full test-targets test-slow test-openmpi test-torch test-torch-full wheels hub-kernel sdist docs site faults faults-short lint format wheel wheel-test release test-release setup-test bench rendered clean
 
 help:
 	@echo "make train   set up, then train a small GPT on the standard library's text with $(TRAIN_RANKS) MPI ranks (under 10 minutes;"
@@ -51,6 +51,8 @@ help:
 	@echo "make wheels  build the wheels for x86-64 and aarch64 (manylinux_2_28) into dist/; needs make arm-env"
 	@echo "make hub-kernel  make wheels, then a folder that the kernels library of Hugging Face loads, in dist/kernel/"
 	@echo "make sdist   write the archive of the sources, and the recipes of EasyBuild and Spack with its checksum, into dist/release/"
+	@echo "make release  check version, changelog and tree, then build archive, recipes, wheels and dist/SHA256SUMS; publishes nothing"
+	@echo "make test-release  what a release must pass besides .ci/run: builds that repeat, and make wheel-test (some minutes)"
 	@echo "make wheel-test  pip install . in an empty environment, then train with nothing else (some minutes)"
 	@echo "make setup-test  fresh clones that train after MPI=system failed, and with Debian's Open MPI and MPICH (10 minutes)"
 	@echo "make bench   set up, then measure kernels and the step against torch (about 5 minutes; alone on the machine); JSON in bench/"
@@ -246,6 +248,16 @@ sdist: $(STAMPS)/build-packages
 
 wheels: setup arm-ext
 	$(BIN)/python -m tools.wheels
+
+# TAG=v0.2.0 make release: the tag must be of this version. The shell reads it, since a tag's name may hold what make expands.
+release: setup
+	@$(BIN)/python -m tools.release check "$$TAG"
+	@$(MAKE) --no-print-directory sdist
+	@$(MAKE) --no-print-directory wheels
+	@$(BIN)/python -m tools.release finish
+
+test-release: wheel-test
+	$(BIN)/python -m pytest -q -m slow tests/packaging/test_repeatable_builds.py
 
 hub-kernel: wheels
 	$(BIN)/python -m tools.hub_kernel
