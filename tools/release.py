@@ -1,4 +1,4 @@
-"""What `make release` checks before it builds, and writes after it: it publishes nothing.
+"""Checks a checkout before `make release` builds it, and writes checksums of what was built: it publishes nothing.
 
 python -m tools.release check [TAG]     clean tree, version everywhere, section of the changelog, tag
 python -m tools.release finish          dist/SHA256SUMS of archive, wheels and recipes; prints the next steps
