@@ -1,0 +1,29 @@
+"""Losses of small runs stay what they were: to the last bit with the portable kernels, within a tolerance with others.
+
+A change that moves a curve names it in CHANGELOG.md, and `python -m tests.recorded.curves --write` records it.
+"""
+
+import pytest
+
+from fugaku_megatron.host import kernels
+from tests.recorded import curves
+
+pytestmark = pytest.mark.parallel
+
+RECORDED = curves.recorded()
+
+
+@pytest.mark.parametrize("name", curves.CURVES)
+def test_a_curve_stays(name, tmp_path):
+    curves.write_data(tmp_path)
+    with kernels.target(curves.PORTABLE):
+        assert curves.curve(name, tmp_path) == RECORDED[name].losses
+
+
+@pytest.mark.parametrize("name", curves.CURVES)
+def test_a_curve_is_that_of_other_kernels(name, tmp_path):
+    """Kernels are those in use: make test-targets tries all."""
+    curves.write_data(tmp_path)
+    found = curves.curve(name, tmp_path)
+    before = RECORDED[name]
+    assert curves.difference(found, before.losses) <= before.tolerance
