@@ -30,9 +30,13 @@ from .sizes import vocabulary_rows
 
 @lru_cache(maxsize=4096)  # searches repeat the same runs
 def quantized_elements(run: RunConfig, stage: int) -> int:
+    """Return the elements of a stage's weights that are quantized. Predictions of later tokens share one head."""
     elements = 0
+    heads = 0
     for record in stage_records(run, stage):
-        if record.gemm and is_quantized(run, record):
+        heads += record.is_head
+        repeated = record.is_head and heads > 1
+        if record.gemm and is_quantized(run, record) and not repeated:
             _, outputs, inputs = record.gemm
             elements += record.gemm_count * outputs * inputs
     return elements

@@ -155,14 +155,18 @@ class BucketComm:
         self._sums.append(_Sum(handle, sent[own], grads[own]))
 
     def _sum_partial_gradients(self, bucket: Bucket) -> None:
-        """Sum gradients of replicated parameters under sequence parallelism, as Megatron's allreduce_layernorm_grads."""
+        """Sum gradients of replicated parameters under sequence parallelism, as Megatron's allreduce_layernorm_grads.
+
+        Those of experts are summed over the ranks that share an expert.
+        """
         partial = [
             p.main_grad
             for p, start in zip(self.flat.parameters, self.flat.starts, strict=True)
             if p.spec.sequence_parallel and bucket.start <= start < bucket.end
         ]
         if partial:
-            summed = self.groups.tp.all_reduce(torch.cat([grad.flatten() for grad in partial]))
+            sharing = self.groups.etp if bucket.expert else self.groups.tp
+            summed = sharing.all_reduce(torch.cat([grad.flatten() for grad in partial]))
             sums = summed.split([grad.numel() for grad in partial])
             for grad, total in zip(partial, sums, strict=True):
                 grad.copy_(total.view_as(grad))

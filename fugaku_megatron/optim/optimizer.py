@@ -412,16 +412,15 @@ class Optimizer:
 
     def after_load(self) -> None:
         """Broadcast loaded weights and moments to the ranks that share them, and round to the model's formats. Collective."""
-        experts_replicated = self.groups.etp.size > 1
-        replicated = {
-            f"{kind}/{p.spec.name}"
+        sharing = {
+            f"{kind}/{p.spec.name}": self.groups.etp if p.spec.expert else self.groups.tp
             for p in self.flat.parameters
             for kind in self.kinds
-            if p.spec.partition_dim is None and (experts_replicated or not p.spec.expert)
+            if p.spec.partition_dim is None
         }
         for record in self.checkpoint_shards():
-            if record.key in replicated:
-                self.groups.tp.broadcast(record.tensor)
+            if record.key in sharing:
+                sharing[record.key].broadcast(record.tensor)
         if not self.run.lora.on:
             self.flat.broadcast_frozen()
         for index, shard in enumerate(self.shards):

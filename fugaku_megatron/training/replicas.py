@@ -41,6 +41,7 @@ COPIES = {
     "dp": ("replica", "replicas"),
     "edp": ("replica", "replicas"),
     "tp": ("tensor-parallel rank", "tensor-parallel ranks"),
+    "etp": ("tensor-parallel rank of experts", "tensor-parallel ranks of experts"),
     "embedding": ("copy of the tied embedding", "copies of the tied embedding"),
 }
 
@@ -214,7 +215,7 @@ class Replicas:
             return spec.expert == (group == "edp")
         if group == "embedding":
             return parameter is self._stage.tied_copy
-        return spec.partition_dim is None and (not spec.expert or self._groups.etp.size > 1)
+        return spec.partition_dim is None and spec.expert == (group == "etp")
 
     def _state(self, shard: BucketShard, group: str, by_block: bool) -> Iterator[Replica]:
         """Yield the master weights and moments of this rank's shard of a bucket.
