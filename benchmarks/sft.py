@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fugaku_megatron.config.fields import check
-from fugaku_megatron.config.layer_kinds import GATED_DELTA_NET, MIXERS, QKV
+from fugaku_megatron.config.layer_kinds import FC1, FC2, QKV
 from fugaku_megatron.config.lora import ALL_LINEAR, MATRICES
 from fugaku_megatron.config.run_config import ModelConfig, RunConfig
 from fugaku_megatron.convert.hugging_face.config_json import architecture_of
@@ -67,9 +67,8 @@ def adapted_matrices(model: ModelConfig) -> str:
     """Return the --lora-target with an A for each linear layer of Hugging Face's model, as peft has it."""
     table = tensor_mappings(architecture_of(model, {}), model)
     separate = any(part.number and f".{QKV}." in part.ours for part in table.values())
-    apart = MIXERS[GATED_DELTA_NET].linears
-    fused = (name for name in MATRICES if name not in apart)  # no model with one fuses them
-    return ALL_LINEAR if separate else ",".join(fused)
+    own = {*model.mixer_linears, FC1, FC2}
+    return ALL_LINEAR if separate else ",".join(name for name in MATRICES if name in own)
 
 
 class SFTBaseline:

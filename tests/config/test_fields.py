@@ -23,6 +23,7 @@ VALUES = "values of a run or model, not a list of flags"
 EXCEPTIONS = {
     "calibration/": VALUES,
     "convert/convert_command.py": "flags of the command convert, which have the names of a run's",
+    "convert/gguf/latent_attention.py": "factors that llama.cpp has as constants",
     "convert/hugging_face/": "rows of model families: names of Hugging Face, and values of their models",
     "convert/megatron/arguments.py": VALUES,
     "layout_check/shrink.py": VALUES,
