@@ -16,9 +16,9 @@ FAULTS ?= 1000
 TARGET ?=
 # The oldest that pyproject.toml allows and the newest, next to the one of requirements.txt.
 OTHER_TORCH := 2.9.1 2.15.0
-# SHARE=1/12: of each test of `make test-full`, and of those of `make test` and `make test-arm` with MANY cases that are no unit tests,
-# every twelfth case from the second on. The commit chooses the twelfth. SHARE=0/1: all cases. SHARES=32: a thirty-second.
-SHARES ?= 12
+# SHARE=1/16: of each test of `make test-full`, and of those of `make test` and `make test-arm` with MANY cases that are no unit tests,
+# every sixteenth case from the second on. The commit chooses the sixteenth. SHARE=0/1: all cases. SHARES=32: a thirty-second.
+SHARES ?= 16
 SHARE := $(or $(SHARE),$(shell printf %d 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 0))/$(SHARES))
 MANY := 4
 FAULTS_SHORT ?= 15
@@ -33,7 +33,7 @@ help:
 	@echo "             TRAIN_FLAGS='--train-iters 20' adds training flags)"
 	@echo "make check   set up, then lint, unit tests, kernels and a few parallel runs (under 4 minutes once set up)"
 	@echo "make test    set up, then lint and run all tests that need neither apt nor root (about 10 minutes on two cores);"
-	@echo "             of a test with $(MANY) cases or more a twelfth, chosen by the commit (SHARE=0/1: all), of unit tests all"
+	@echo "             of a test with $(MANY) cases or more a sixteenth, chosen by the commit (SHARE=0/1: all), of unit tests all"
 	@echo "make setup   only set up: .venv with the pinned packages, MPI and this CPU's C++ kernels (MPI=system: the machine's own MPI)"
 	@echo "make kernels  compile the C++ kernels for all CPUs of this machine type (TARGET=avx512: for this row of TARGETS in setup.py alone)"
 	@echo "make docs    set up, then run every command of README.md and docs/, and the examples (5 minutes)"
