@@ -307,6 +307,10 @@ class RunConfig:
         return self.activation_bytes // self.sequence_shards
 
     @cached_property
+    def has_frozen_weights(self) -> bool:
+        return self.lora.on or self.freezing.on
+
+    @cached_property
     def freezes_embedding(self) -> bool:
         return self.lora.on or self.freezing.has(EMBEDDING)
 

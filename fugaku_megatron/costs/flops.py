@@ -115,7 +115,7 @@ def logits_flops(run: RunConfig) -> float:
 
 def frozen_flops(run: RunConfig) -> float:
     """Return the weight-gradient FLOPs per sample, logits included, that backward skips in the layers that it reaches."""
-    if not (run.lora.on or run.freezing.on):
+    if not run.has_frozen_weights:
         return 0.0
     whole = run.on_one_rank
     records = [*head_records(whole, tied=False)]

@@ -45,7 +45,7 @@ INT8_COPIES = 2  # of a weight, for forward and for data gradients
 
 
 def frozen_elements(run: RunConfig, stage: int) -> int:
-    if not (run.lora.on or run.freezing.on):
+    if not run.has_frozen_weights:
         return 0
     return stage_parameters(run, stage) - sum(unit_elements(run, stage).values())
 

@@ -195,7 +195,7 @@ def _divided_experts(run: RunConfig, layout: Layout) -> list[str]:
 
 def _frozen_copies(run: RunConfig, layout: Layout) -> list[str]:
     """Return the memory of frozen weights shared inside a node, which the table counts on each rank."""
-    if not (run.lora.on or run.freezing.on) or layout.replicas == 1:
+    if not run.has_frozen_weights or layout.replicas == 1:
         return []
     mib = max(frozen_bytes(run, stage) for stage in range(layout.pp)) / 2**20
     return [

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from fugaku_megatron.cli import program
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.convert.megatron.arguments import check_pattern
 from fugaku_megatron.convert.megatron.pickles import load_metadata, load_pickled
 from fugaku_megatron.convert.open_weights import open_weights
+from tests.checks.conversions import Tensors, check_same, convert, read, save_random
 from tests.checks.torch_dist import write_iteration
 from tests.helpers import find_checkpoint, make_trainer, small_run
 
@@ -44,34 +44,12 @@ MODEL: dict[str, Any] = {
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
 }
-Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory) -> Path:
     """Return a checkpoint of this program with random weights."""
-    directory = tmp_path_factory.mktemp("ours")
-    trainer = make_trainer(SoloComm(), small_run(**MODEL))
-    for shard in trainer.optimizer.shards:
-        shard.master.normal_(generator=torch.Generator().manual_seed(shard.start))
-    trainer.save(str(directory))
-    trainer.close()
-    return directory
-
-
-def convert(*words: object) -> int:
-    return program.main(["convert", *map(str, words)])
-
-
-def read(directory: Path) -> Tensors:
-    weights = open_weights(str(directory))
-    return {name: weights.read(name).clone() for name in weights.dtypes}
-
-
-def check_same(found: Tensors, expected: Tensors) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
+    return save_random(tmp_path_factory.mktemp("ours"), MODEL)
 
 
 DIST = "--ckpt-format torch_dist"

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from fugaku_megatron.cli import program
-from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.convert.megatron.arguments import arguments_of, model_of
 from fugaku_megatron.convert.megatron.pickles import load_metadata
 from fugaku_megatron.convert.open_weights import open_weights
-from tests.helpers import make_trainer, small_run
+from tests.checks.conversions import check_same, convert, read, save_random
+from tests.helpers import small_run
 
 pytestmark = pytest.mark.parallel
 
@@ -47,30 +46,15 @@ EXPERTS: dict[str, Any] = {
     "moe_ffn_hidden_size": 24,
 }
 ALONE: dict[str, Any] = {**LATENT, "mtp_num_layers": None}
-Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory) -> dict[str, Path]:
     """Return checkpoints of this program with random weights."""
-    found = {}
-    for name, flags in {"latent": LATENT, "experts": EXPERTS, "alone": ALONE}.items():
-        found[name] = tmp_path_factory.mktemp(name)
-        trainer = make_trainer(SoloComm(), small_run(**flags))
-        for shard in trainer.optimizer.shards:
-            shard.master.normal_(generator=torch.Generator().manual_seed(shard.start))
-        trainer.save(str(found[name]))
-        trainer.close()
-    return found
-
-
-def convert(*words: object) -> int:
-    return program.main(["convert", *map(str, words)])
-
-
-def read(directory: Path) -> Tensors:
-    weights = open_weights(str(directory))
-    return {name: weights.read(name).clone() for name in weights.dtypes}
+    models = {"latent": LATENT, "experts": EXPERTS, "alone": ALONE}
+    return {
+        name: save_random(tmp_path_factory.mktemp(name), flags) for name, flags in models.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -91,11 +75,7 @@ def test_weights_come_back(ours, tmp_path, name, flags):
     after = open_weights(str(tmp_path / "back"))
     for field in LATENT:
         assert getattr(after.model, field) == getattr(before.model, field), field
-    expected = read(ours[name])
-    found = read(tmp_path / "back")
-    assert found.keys() == expected.keys()
-    for key, tensor in expected.items():
-        assert torch.equal(found[key], tensor), key
+    check_same(read(tmp_path / "back"), read(ours[name]))
 
 
 # Weights of a layer with an MLP, and of one with experts, in the order of their modules.
