@@ -75,6 +75,9 @@ GROUPS = {
     "stopped while waiting": Group(
         ("wait", "stop_while_waiting"), (HANG,), ("rank 1 (node ", "; 1 rank waits for it")
     ),
+    "goes on once it is judged": Group(
+        ("leave_once_judged", "stop"), (HANG,), ("rank 1 (node ", "; 1 rank waits for it")
+    ),
     "killed": Group(("wait", "die"), (LOST,), (f"is gone, last seen in {MICRO_BATCH}",)),
     "stands still": Group(("forward", "wait"), (HANG, HANG), ("rank 0 (node ",)),
     "holds Python's lock": Group(

@@ -117,6 +117,7 @@ class Watchdog:
         self._last_active: dict[int, float] = {}  # process -> time
         self._since = time.monotonic()  # start, or the last time this process was stopped
         self._stopped = threading.Event()
+        self._ends_job = False
         heart.introduce(heart.rank, self._limit())
         self.period = min(LOOK, heart.limit / 10)
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -160,9 +161,12 @@ class Watchdog:
             self._node = Node(folder)
 
     def close(self) -> None:
+        """Stop watching. Does not return if the watchdog ends the job: its thread ends this process."""
         self._stopped.set()
         if self._node:
             self._thread.join(2 * self.period)
+            if self._ends_job:
+                self._thread.join()
         if self.link:
             self.link.leave()
         self.heart.close()
@@ -292,6 +296,7 @@ class Watchdog:
 
     def _end(self, end: Message) -> None:
         """Write this rank's stacks; exit once the node's ranks have written theirs."""
+        self._ends_job = True
         directory = Path(end["directory"])
         leads = end["process"] == os.getpid()
         begin = time.monotonic()
@@ -313,15 +318,20 @@ class Watchdog:
             time.sleep(max(0.0, begin + others - time.monotonic()))
             exit_codes.wait_until_read(sys.__stderr__ or sys.stderr)
             exit_codes.abort(end["code"])
+            if environment.HYDRA in os.environ:  # it does not hear a rank after MPI_Finalize
+                self._kill(end["stuck"])
         else:  # the launcher exits with the code of the rank that ends first
             self._await(lambda: not lives(end["process"]), begin + PATIENCE)
             time.sleep(hang_verdict.ASLEEP)
-            ranks = end["stuck"]
-            for beat in self._here.read():
-                if beat.rank in ranks and beat.process != os.getpid():
-                    with contextlib.suppress(OSError):
-                        os.kill(beat.process, signal.SIGKILL)
+            self._kill(end["stuck"])
         os._exit(end["code"])
+
+    def _kill(self, ranks: list[int]) -> None:
+        """Kill this node's other processes of these ranks: the launcher waits for them."""
+        for beat in self._here.read():
+            if beat.rank in ranks and beat.process != os.getpid():
+                with contextlib.suppress(OSError):
+                    os.kill(beat.process, signal.SIGKILL)
 
     def _all_written(self) -> bool:
         latest = time.monotonic() - hang_verdict.ASLEEP
