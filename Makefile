@@ -18,8 +18,10 @@ TARGET ?=
 OTHER_TORCH := 2.9.1 2.15.0
 # SHARE=1/16: of each test of `make test-full`, and of those of `make test` and `make test-arm` with MANY cases that are no unit tests,
 # every sixteenth case from the second on. The commit chooses the sixteenth. SHARE=0/1: all cases. SHARES=32: a thirty-second.
+COMMIT := $(shell printf %d 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 0))
 SHARES ?= 16
-SHARE := $(or $(SHARE),$(shell printf %d 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 0))/$(SHARES))
+DOCS_SHARES ?= 1
+SHARE := $(or $(SHARE),$(COMMIT)/$(SHARES))
 MANY := 4
 FAULTS_SHORT ?= 15
 FAULTS_SEED ?= 1
@@ -36,7 +38,7 @@ help:
 	@echo "             of a test with $(MANY) cases or more a sixteenth, chosen by the commit (SHARE=0/1: all), of unit tests all"
 	@echo "make setup   only set up: .venv with the pinned packages, MPI and this CPU's C++ kernels (MPI=system: the machine's own MPI)"
 	@echo "make kernels  compile the C++ kernels for all CPUs of this machine type (TARGET=avx512: for this row of TARGETS in setup.py alone)"
-	@echo "make docs    set up, then run every command of README.md and docs/, and the examples (5 minutes)"
+	@echo "make docs    set up, then run every command of README.md and docs/, and the examples (5 minutes; DOCS_SHARES=3: a third)"
 	@echo "make site    write the documentation site into site/; needs neither the kernels nor MPI (Python 3.11.5 or newer)"
 	@echo "make test-full     the long jobs and the combinations of layouts, schedules and flags that make test leaves out (SHARE=0/1: all)"
 	@echo "make test-targets  kernels, layouts and model families on every vector target of this CPU (SHARE=0/1: all cases)"
@@ -227,7 +229,7 @@ test-torch test-torch-full: setup $(STAMPS)/kernels $(STAMPS)/test-packages
 	done
 
 docs: setup $(STAMPS)/trl-packages
-	$(PYTEST) --durations=12 -m docs tests/docs/test_docs_commands.py
+	$(PYTEST) --durations=12 --share $(COMMIT)/$(DOCS_SHARES) -m docs tests/docs/test_docs_commands.py
 
 # --strict makes a broken link an error, but not with --quiet. The variable silences an announcement of the theme's makers.
 site: $(STAMPS)/docs-packages

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.arm import builds
+from tests.recorded import curves
 
 pytestmark = [pytest.mark.arm, builds.needs_python]
 
@@ -73,12 +74,19 @@ def expected(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory, request):
+def curve(request):
+    """This run's share of the recorded curves: one."""
+    names = list(curves.CURVES)
+    return names[request.config.getoption("--share")[0] % len(names)]
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory, request, curve):
     """One process on the emulated A64FX: this run's share of the kernel tests, then training."""
     output = tmp_path_factory.mktemp("arm") / "losses.json"
     share = "{}/{}".format(*request.config.getoption("--share"))
     chosen = ["-k", f"not ({' or '.join(TOO_SLOW)})", "--share", share]
-    return run(output, str(builds.PYTHON), [KERNEL_TESTS, *chosen])
+    return run(output, str(builds.PYTHON), [KERNEL_TESTS, *chosen], CURVE=curve)
 
 
 def assert_same(losses, expected, iterations=10):
@@ -103,6 +111,12 @@ def test_losses_and_tokens_are_those_of_this_machine(emulated, expected):
     assert_same(result["losses"]["llama"], expected["losses"]["llama"], iterations=3)
     tokens = result["tokens"]["llama"]
     assert len(tokens) == 5 and tokens == expected["tokens"]["llama"]
+
+
+def test_a_recorded_curve_is_repeated(emulated, curve):
+    before = curves.recorded()[curve]
+    found = emulated[0]["losses"]["curve"]
+    assert curves.difference(found, before.losses) <= before.tolerance
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
     [.arm/python | mpirun -n 2 .arm/python] tests/arm/train_small.py LOSSES.json [tests that run before it]
 
+CURVE in the environment names a recorded curve, which is repeated as well.
+
 Initial weights and dropout masks are functions of global positions, so only rounding may differ. It is one process for all, because
 the emulated torch import takes as long as everything else. See test_python.py.
 """
@@ -10,6 +12,7 @@ import json
 import os
 import platform
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +29,7 @@ from fugaku_megatron.inference.generation import Sampling, steps
 from fugaku_megatron.inference.loading import LoadedModel
 from tests.helpers import build_trainer, grid_groups, mock, small_run
 from tests.llama_models import FAMILIES
+from tests.recorded import curves
 
 SMALL = {
     "num_layers": 2,
@@ -133,6 +137,10 @@ def main(world: Comm) -> None:
         result["losses"][name], result["tokens"][name] = train(
             world, small_run(**{**SMALL, **changes}), iterations
         )
+    if name := os.environ.get("CURVE"):
+        with tempfile.TemporaryDirectory() as folder:
+            curves.write_data(Path(folder))
+            result["losses"]["curve"] = curves.curve(name, Path(folder))
     if world.rank == 0:
         Path(output).write_text(json.dumps(result))
 

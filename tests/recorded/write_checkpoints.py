@@ -3,8 +3,9 @@
     git worktree add /tmp/old VERSION && cd /tmp/old && make kernels
     python tests/recorded/write_checkpoints.py /tmp/old tests/recorded/checkpoints/VERSION
 
-Each NAME.tar.xz holds a checkpoint of iteration 4 in `save`. expected.json has by name the number of ranks, the flags of the run, and
-its losses of iterations 5 to 8, which a resumed run must have. Ranks are MPI processes, and their data are random tokens.
+Each NAME.tar.xz holds a checkpoint of iteration 4 in `save`, or one of Megatron-LM in `megatron`. expected.json has by name the
+number of ranks, the flags of the run, and its losses of iterations 5 to 8, which a resumed run must have. Ranks are MPI processes,
+and their data are random tokens.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 --swiglu --disable-bias-linear"
 )
 LORA = "--lora-rank 4"
+MEGATRON = "--load megatron --finetune"
 DELTA = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-key-head-dim 4 --linear-value-head-dim 4 "
     "--linear-num-key-heads 2 --linear-num-value-heads 2 --linear-conv-kernel-dim 4 --swiglu --normalization RMSNorm "
@@ -56,6 +58,7 @@ RUNS = {
     "local": (2, "--save-local local"),
     "int8": (2, f"{LORA} --lora-base-format int8 --kernels native"),
     "delta": (2, DELTA),
+    "megatron": (1, MEGATRON),  # torch_dist, made of `dense`
 }
 FOLDERS = "folders"  # 130 ranks' files, in folders of 127, of the numbers in tests/checkpoint/test_folders.py
 FOLDER_RANKS = 130
@@ -65,7 +68,12 @@ REFUSED = re.compile(r"^fugaku-megatron train: (unknown flag )?--", re.MULTILINE
 
 def train(source: Path, folder: Path, ranks: int, flags: str) -> str:
     """Run `flags` in a folder; return its refusal of a flag that this version lacks."""
-    command = f"-n {ranks} {sys.executable} -m fugaku_megatron train {flags}".split()
+    return run(source, folder, ranks, f"train {flags}")
+
+
+def run(source: Path, folder: Path, ranks: int, words: str) -> str:
+    """Run a command in a folder; return its refusal of a flag that this version lacks."""
+    command = f"-n {ranks} {sys.executable} -m fugaku_megatron {words}".split()
     mpiexec = Path(sys.executable).parent / "mpiexec"
     done = subprocess.run(
         [str(mpiexec), *command],
@@ -76,7 +84,7 @@ def train(source: Path, folder: Path, ranks: int, flags: str) -> str:
         text=True,
     )
     if done.returncode and not REFUSED.search(done.stdout):
-        sys.exit(f"{flags}:\n{done.stdout[-3000:]}")
+        sys.exit(f"{words}:\n{done.stdout[-3000:]}")
     return done.stdout if done.returncode else ""
 
 
@@ -129,12 +137,17 @@ def write(name: str, source: Path, place: Path, output: Path) -> dict[str, Any]:
     flags = f"{MODEL} {special} --save save"
     if LORA in special:
         flags += f" --pretrained-checkpoint ../{BASE}/save"
+    if special == MEGATRON:
+        run(source, folder, 1, f"convert --load ../{BASE}/save --to-megatron megatron")
     refusal = train(source, folder, ranks, f"{flags} --save-interval {SAVED}")
     if refusal:
         print(f"{name}: {refusal.strip()}")
         return {}
     losses = losses_after(folder)
-    keep_saved(folder / "save")
+    if special == MEGATRON:
+        shutil.rmtree(folder / "save")
+    else:
+        keep_saved(folder / "save")
     if "--save-local" in special:  # copies are of the last checkpoint
         shutil.rmtree(folder)
         folder.mkdir()

@@ -11,6 +11,8 @@ from tests.recorded import curves
 pytestmark = pytest.mark.parallel
 
 RECORDED = curves.recorded()
+EMULATED = set(kernels.runnable_targets(emulated=True)) - set(kernels.runnable_targets())
+TARGETS = [kernels.active(), *sorted(EMULATED)]
 
 
 @pytest.mark.parametrize("name", curves.CURVES)
@@ -20,10 +22,12 @@ def test_a_curve_stays(name, tmp_path):
         assert curves.curve(name, tmp_path) == RECORDED[name].losses
 
 
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", curves.CURVES)
-def test_a_curve_is_that_of_other_kernels(name, tmp_path):
-    """Kernels are those in use: make test-targets tries all."""
+def test_a_curve_is_that_of_other_kernels(name, target, tmp_path):
+    """Kernels are those in use, for which make test-targets tries all, and those that emulate instructions."""
     curves.write_data(tmp_path)
-    found = curves.curve(name, tmp_path)
+    with kernels.target(target):
+        found = curves.curve(name, tmp_path)
     before = RECORDED[name]
     assert curves.difference(found, before.losses) <= before.tolerance
