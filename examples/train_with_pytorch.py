@@ -15,19 +15,18 @@ from torch import nn
 from torch.nn import functional as F
 
 LENGTH = 128
-WIDTH = 256
 
 
 class Block(nn.Module):
     """Causal attention and an MLP, each with a layer norm before."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
         self.mlp = nn.Sequential(
-            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -41,12 +40,12 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Two blocks between an embedding of bytes and positions, and a head with the weight of the embedding."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(256, WIDTH)
-        self.positions = nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.Sequential(Block(), Block(), nn.LayerNorm(WIDTH))
-        self.head = nn.Linear(WIDTH, 256, bias=False)
+        self.embedding = nn.Embedding(256, width)
+        self.positions = nn.Embedding(LENGTH, width)
+        self.blocks = nn.Sequential(Block(width), Block(width), nn.LayerNorm(width))
+        self.head = nn.Linear(width, 256, bias=False)
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.head.weight = self.embedding.weight
 
@@ -63,9 +62,10 @@ def main() -> None:
     parser.add_argument("--backend", default="gloo")
     parser.add_argument("--batch-size", type=int, default=8, help="of each rank")
     parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--width", type=int, default=256, help="hidden size")
     options = parser.parse_args()
     torch.manual_seed(0)
-    model: nn.Module = GPT()
+    model: nn.Module = GPT(options.width)
     rank = int(os.environ.get("RANK", 0))
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group(options.backend)
