@@ -5,24 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from ..config.freezing import EXPERTS
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
-from .freezing import frozen_layers, without_first
-from .layers import embedding_records, head_records, layer_records, per_layer
+from .mixers import Segments
+from .optimizer_states import unit_segments
 from .records import Collective
 from .sizes import BF16_BYTES, FP32_BYTES, round_up, vocabulary_rows
-from .stages import (
-    EMBEDDING,
-    HEAD,
-    TIED,
-    Unit,
-    holds_tied_copy,
-    is_frozen,
-    layer_parameters,
-    stage_records,
-    units,
-)
+from .stages import TIED, Unit, holds_tied_copy, stage_records
 
 FLAT_ALIGNMENT = 64  # elements; a shard of a flat buffer starts on a 256-byte line
 # Megatron's default of --ddp-bucket-size, large enough for rings over many ranks
@@ -58,48 +47,14 @@ def bucket_ranges(units: Sequence[int], minimum: int, tied: bool) -> list[range]
 
 
 @lru_cache(maxsize=64)
-def divided_parameters(run: RunConfig) -> tuple[int, ...]:
-    divided = per_layer(run, lambda kind: sum(r.divided for r in layer_records(run, kind)))
-    return without_first(divided, frozen_layers(run))
-
-
-@lru_cache(maxsize=64)
-def adapter_parameters(run: RunConfig) -> tuple[int, ...]:
-    return per_layer(
-        run, lambda kind: sum(r.parameters for r in layer_records(run, kind) if r.adapts)
-    )
-
-
-@lru_cache(maxsize=64)
-def _trained_parameters(run: RunConfig) -> tuple[int, ...]:
-    trained = layer_parameters(run)
-    if run.freezing.has(EXPERTS):
-        trained = per_layer(
-            run, lambda kind: sum(r.parameters for r in layer_records(run, kind) if not r.grouped)
-        )
-    return trained
-
-
-@lru_cache(maxsize=64)
 def unit_elements(run: RunConfig, stage: int) -> Mapping[Unit, int]:
     """Return trained elements on one rank by unit, in the order of `units`."""
-    of_layers = adapter_parameters(run) if run.lora.on else _trained_parameters(run)
-    others = {HEAD: 0, EMBEDDING: 0}
-    if not run.lora.on:
-        table = vocabulary_rows(run) * run.model.hidden_size
-        embedding = sum(r.parameters for r in embedding_records(run))
-        others = {
-            HEAD: sum(r.parameters for r in head_records(run, tied=True)),
-            EMBEDDING: embedding,
-            TIED: table,
-        }
-        if holds_tied_copy(run, stage):
-            others[EMBEDDING] -= table
-    elements = {}
-    for unit in units(run, stage):
-        own = of_layers[unit] if isinstance(unit, int) else others[unit]
-        elements[unit] = 0 if is_frozen(run, unit) else own
-    return elements
+    segments = unit_segments(run, stage)
+    return {unit: _elements(divided + others) for unit, (divided, others) in segments.items()}
+
+
+def _elements(segments: Segments) -> int:
+    return sum(count * length for count, length in segments)
 
 
 def bucket_units(run: RunConfig, layout: Layout, stage: int) -> list[list[Unit]]:
@@ -116,12 +71,11 @@ def bucket_sizes(run: RunConfig, layout: Layout, stage: int) -> tuple[tuple[int,
 
     Divided experts in the same units form their own bucket.
     """
-    experts = divided_parameters(run)
-    elements = unit_elements(run, stage)
+    segments = unit_segments(run, stage)
     sizes = []
     for bucket in bucket_units(run, layout, stage):
-        divided = sum(experts[unit] for unit in bucket if isinstance(unit, int))
-        others = sum(elements[unit] for unit in bucket) - divided
+        divided = sum(_elements(segments[unit][0]) for unit in bucket)
+        others = sum(_elements(segments[unit][1]) for unit in bucket)
         sizes.append(
             (
                 round_up(others, layout.replicas * FLAT_ALIGNMENT),

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..config.run_config import RunConfig
-from ..costs.buckets import adapter_parameters
+from ..costs.buckets import unit_elements
 from ..costs.memory import frozen_elements
 from ..costs.plan import Plan
 from ..costs.run_schedule import recompute_name
@@ -72,7 +72,7 @@ def announce(notes: Iterable[str], plan: Plan, machine: str, nodes: int) -> list
     notes = (*notes, *plan.param_schedule.notes(run.training))
     parameters = f"parameters {model_parameters(run):,}, {vocabulary_text(run)}"
     if run.lora.on:
-        trained = sum(adapter_parameters(run.on_one_rank))
+        trained = sum(unit_elements(run.on_one_rank, 0).values())
         parameters += f"; trained are {trained:,} of adapters of rank {run.lora.lora_rank}"
         if run.lora.base_in_int8:
             parameters += ", frozen linear layers in INT8"
