@@ -38,22 +38,17 @@ class AttentionCosts(MixerCosts):
     def records(self, run: RunConfig, cp_comm_type: str, kind: LayerKind | None) -> Records:
         """Return QKV projection, rotary embedding, attention and output projection."""
         model = run.model
-        around = MatmulCollectives.from_run(run)
-        h = model.hidden_size
-        rows = run.tokens_per_microbatch
         qkv = model.qkv_width // run.tp
-        context = model.context_width // run.tp
-        bias = 0 if model.disable_bias_linear else h
         return (
-            around.column(
+            MatmulCollectives.from_run(run).column(
                 QKV,
-                (rows, qkv, h),
+                (run.tokens_per_microbatch, qkv, model.hidden_size),
                 bias=qkv if model.qkv_bias else 0,
                 saved_bytes=run.residual_bytes,
             ),
             *_rotary(run, cp_comm_type, kind or typical_layer(model)),
             attention_record(run, cp_comm_type, kind),
-            around.row(PROJ, (rows, h, context), bias=bias, replicated=bias),
+            output_projection(run),
         )
 
     def shapes(self, model: ModelConfig) -> Shapes:
@@ -129,6 +124,15 @@ def output_vectors(run: RunConfig) -> Segments:
     if not model.disable_bias_linear:
         found.append((1, model.hidden_size))
     return found
+
+
+def output_projection(run: RunConfig) -> Record:
+    """Return the projection of the context, whose bias every tensor-parallel rank has."""
+    model = run.model
+    h = model.hidden_size
+    gemm = (run.tokens_per_microbatch, h, model.context_width // run.tp)
+    bias = 0 if model.disable_bias_linear else h
+    return MatmulCollectives.from_run(run).row(PROJ, gemm, bias=bias, replicated=bias)
 
 
 def attention_record(run: RunConfig, cp_comm_type: str, kind: LayerKind | None) -> Record:

@@ -25,15 +25,17 @@ from .sizes import (
 )
 
 
-def norm_record(name: str, run: RunConfig) -> Record:
+def norm_record(name: str, run: RunConfig, width: int | None = None) -> Record:
+    """Return a norm of this rank's rows. width: None: the hidden size"""
     norm = run.model.norm
+    width = width or run.model.hidden_size
     rows = run.tokens_per_microbatch // run.sequence_shards
-    parameters = norm.vectors * run.model.hidden_size
+    parameters = norm.vectors * width
     return Record(
         name=name,
         parameters=parameters,
         replicated=parameters,
-        saved_bytes=run.residual_bytes + norm.statistics * rows * FP32_BYTES,
+        saved_bytes=rows * (width * run.element_bytes + norm.statistics * FP32_BYTES),
     )
 
 

@@ -5,17 +5,26 @@ Legend: h hidden, n heads with d elements of a query or key, of which r are rota
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from ..config.layer_kinds import KV_DOWN, KV_UP, PROJ, Q_DOWN, Q_PROJ, Q_UP, LayerKind, replicated
 from ..config.model import ModelConfig
 from ..config.parallel import A2A
 from ..config.run_config import RunConfig
 from ..config.training import MLA_UP_PROJ
-from .attention import AttentionCosts, attention_record, cache_slots, output_vectors
+from .attention import (
+    AttentionCosts,
+    attention_record,
+    cache_slots,
+    output_projection,
+    output_vectors,
+)
+from .layers import norm_record
 from .mixers import Elementwise, Segments, Shapes
 from .records import Collective, Collectives, MatmulCollectives, Record, Records, all_reduce, linear
-from .sizes import FP32_BYTES, context_bytes, qkv_bytes
+from .sizes import context_bytes, qkv_bytes
+
+_NORMS = {Q_UP: "q_layernorm", KV_UP: "kv_layernorm"}  # before these projections
 
 
 class LatentAttentionCosts(AttentionCosts):
@@ -23,20 +32,27 @@ class LatentAttentionCosts(AttentionCosts):
 
     def records(self, run: RunConfig, cp_comm_type: str, kind: LayerKind | None) -> Records:
         """Return the projections, norms and rotation, attention and the output projection."""
-        model = run.model
-        h = model.hidden_size
-        rows = run.tokens_per_microbatch
-        bias = 0 if model.disable_bias_linear else h
         return (
-            *_queries(run, self.shapes(model)),
-            *_narrow(run, KV_DOWN, model.kv_lora_rank + model.qk_pos_emb_head_dim, saved_bytes=0),
-            *_widened(run, "kv_layernorm", KV_UP, self.shapes(model)[KV_UP]),
+            *self._projections(run),
             _rotation(run),
             attention_record(run, cp_comm_type, kind),
-            MatmulCollectives.from_run(run).row(
-                PROJ, (rows, h, model.context_width // run.tp), bias=bias, replicated=bias
-            ),
+            output_projection(run),
         )
+
+    def _projections(self, run: RunConfig) -> Iterator[Record]:
+        """Yield the projections before attention and their norms. The first saves the layer's input."""
+        rows = run.tokens_per_microbatch
+        saved = run.residual_bytes
+        for name, (outputs, inputs) in self.shapes(run.model).items():
+            if name in replicated():
+                gemm = (rows // run.sequence_shards, outputs, inputs)
+                yield linear(name, gemm, saved_bytes=saved, replicated=outputs * inputs)
+            elif name == Q_PROJ:
+                gemm = (rows, outputs // run.tp, inputs)
+                yield MatmulCollectives.from_run(run).column(name, gemm, saved_bytes=saved)
+            elif name in _NORMS:
+                yield from _widened(run, name, outputs, inputs)
+            saved = 0
 
     def shapes(self, model: ModelConfig) -> Shapes:
         """Return the projections to and from narrow vectors; without --q-lora-rank queries have one projection."""
@@ -101,29 +117,8 @@ class LatentAttentionCosts(AttentionCosts):
         return found + output_vectors(run)
 
 
-def _queries(run: RunConfig, shapes: Shapes) -> Records:
-    if Q_PROJ in shapes:
-        outputs, inputs = shapes[Q_PROJ]
-        gemm = (run.tokens_per_microbatch, outputs // run.tp, inputs)
-        around = MatmulCollectives.from_run(run)
-        return (around.column(Q_PROJ, gemm, saved_bytes=run.residual_bytes),)
-    outputs, _ = shapes[Q_DOWN]
-    return (
-        *_narrow(run, Q_DOWN, outputs, run.residual_bytes),
-        *_widened(run, "q_layernorm", Q_UP, shapes[Q_UP]),
-    )
-
-
-def _narrow(run: RunConfig, name: str, outputs: int, saved_bytes: int) -> Records:
-    """Return a projection on every tensor-parallel rank, of the rank's rows."""
-    h = run.model.hidden_size
-    rows = run.tokens_per_microbatch // run.sequence_shards
-    return (linear(name, (rows, outputs, h), saved_bytes=saved_bytes, replicated=outputs * h),)
-
-
-def _widened(run: RunConfig, norm: str, name: str, shape: tuple[int, int]) -> Records:
+def _widened(run: RunConfig, name: str, outputs: int, width: int) -> Records:
     """Return the norm of a narrow vector, and the projection from it to this rank's heads."""
-    outputs, width = shape
     rows = run.tokens_per_microbatch
     own = rows // run.sequence_shards
     around = MatmulCollectives.from_run(run, rows * width * run.element_bytes)
@@ -131,13 +126,7 @@ def _widened(run: RunConfig, norm: str, name: str, shape: tuple[int, int]) -> Re
     up = around.column(name, (rows, outputs // run.tp, width), saved_bytes=saved)
     if not run.model.qk_layernorm:
         return (up,)
-    part = run.model.norm
-    weights = part.vectors * width
-    statistics = own * part.statistics * FP32_BYTES
-    normed = Record(
-        name=norm, parameters=weights, replicated=weights, saved_bytes=saved + statistics
-    )
-    return normed, up
+    return norm_record(_NORMS[name], run, width), up
 
 
 def _rotation(run: RunConfig) -> Record:
