@@ -131,12 +131,12 @@ $(STAMPS)/torch-backend: $(STAMPS)/command $(DISPATCH)/dispatch.cc $(DISPATCH)/b
 	@touch $@
 
 $(STAMPS)/test-packages: $(STAMPS)/packages requirements-test.txt
-	$(INSTALL) -r requirements-test.txt
+	$(INSTALL) --no-compile -r requirements-test.txt
 	@touch $@
 
 # A program of docs/pytorch.md, and benchmarks against trl.
 $(STAMPS)/trl-packages: $(STAMPS)/test-packages requirements-trl.txt
-	$(INSTALL) --constraint requirements.txt -r requirements-trl.txt
+	$(INSTALL) --no-compile --constraint requirements.txt -r requirements-trl.txt
 	@touch $@
 
 # The lm-eval harness.
