@@ -29,6 +29,9 @@ SOURCE = HERE / "dispatch.cc"
 OLDEST_TORCH = (2, 9)
 NAME = f"{__package__}._dispatch"
 FLAGS = ["-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden"]
+PREFIX_MAP = "-ffile-prefix-map="
+# The folders of the source, torch and Python's headers have these names in a library, so that all folders make the same bytes.
+FOLDER_NAMES = ("fugaku_megatron/torch_backend", "torch", "python")
 LIBRARIES = ["-ltorch_cpu", "-lc10", "-ltorch_python"]
 
 Counts = tuple[str, int, int, float, float]
@@ -84,7 +87,7 @@ def file_name() -> str:
 
 
 def _source_name() -> str:
-    return f"_dispatch_{_key(SOURCE.read_bytes(), FLAGS)}"
+    return f"_dispatch_{_key(SOURCE.read_bytes(), FLAGS, FOLDER_NAMES)}"
 
 
 def _key(*parts: object) -> str:
@@ -125,18 +128,18 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def command(output: str) -> list[str]:
     """Return the compiler's command line. The process has the libraries of torch, so no path to them is stored."""
-    root = Path(torch.__file__).parent
-    includes = [
-        root / "include",
-        root / "include/torch/csrc/api/include",
-        sysconfig.get_paths()["include"],
-    ]
+    # Without links: GCC names a system header by its real path if that is shorter.
+    root = Path(torch.__file__).resolve().parent
+    headers = Path(sysconfig.get_paths()["include"]).resolve()
+    includes = [root / "include", root / "include/torch/csrc/api/include", headers]
+    folders = zip((SOURCE.parent, root, headers), FOLDER_NAMES)
     return [
         *shlex.split(os.environ.get("CXX", "g++")),
         *FLAGS,
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         "-DTORCH_EXTENSION_NAME=_dispatch",
         *(f"-isystem{each}" for each in includes),
+        *(f"{PREFIX_MAP}{folder}={name}" for folder, name in folders),
         str(SOURCE),
         "-o",
         output,

@@ -9,11 +9,13 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
 import pybind11
 import pytest
+import torch
 
 from tools import verify_wheel
 
@@ -81,6 +83,16 @@ def test_a_wheels_metadata_names_compiler_flags_and_parts(wheel):
         assert "-O3" in row["command"] and (ROOT / row["source"]).exists(), name
     assert str(ROOT) not in json.dumps(kernels) and sys.prefix not in json.dumps(kernels)
     assert "-isystem pybind11" in kernels["objects"]["module.o"]["command"]
+
+
+def test_a_wheels_libraries_name_no_folder_of_this_machine(wheel):
+    """The kernels and the dispatch library: neither the checkout, nor torch, nor the headers of Python."""
+    folders = (ROOT, torch.__path__[0], sys.prefix, sysconfig.get_path("include"))
+    libraries = [(name, v) for name, _, v in verify_wheel.members(wheel) if name.endswith(".so")]
+    assert len(libraries) == 2
+    for name, content in libraries:
+        named = [str(folder) for folder in folders if str(folder).encode() in content]
+        assert not named, f"{name}: {named}"
 
 
 def test_a_wheels_bill_of_materials_is_cyclonedx(wheel):

@@ -62,6 +62,31 @@ def test_a_build_deletes_the_libraries_of_older_sources(empty, monkeypatch):
     assert set(empty.iterdir()) == kept
 
 
+def test_two_folders_make_the_same_bytes(empty, monkeypatch, tmp_path):
+    """Source and torch are elsewhere, and torch is reached by a link; headers and source say where they are."""
+    libraries = []
+    for place in ("one", "another/deeper"):
+        include = tmp_path / place / "site" / "torch" / "include"
+        include.mkdir(parents=True)
+        (include / "named.h").write_text("inline const char* header() { return __FILE__; }\n")
+        source = tmp_path / place / "small.cc"
+        source.write_text(
+            "#include <named.h>\n"
+            'extern "C" const char* one() { return header(); }\n'
+            'extern "C" const char* two() { return __FILE__; }\n'
+        )
+        link = tmp_path / place / "a_longer_name_than_that_of_the_folder"
+        link.symlink_to(include.parents[1])
+        monkeypatch.setattr(build, "SOURCE", source)
+        monkeypatch.setattr(torch, "__file__", str(link / "torch" / "__init__.py"))
+        path = build.library()
+        libraries.append(path.read_bytes())
+        path.unlink()
+    assert libraries[0] == libraries[1]
+    assert b"torch/include/named.h" in libraries[0] and b"torch_backend/small.cc" in libraries[0]
+    assert str(tmp_path).encode() not in libraries[0]
+
+
 @pytest.mark.parametrize(
     "variables, words",
     [
