@@ -66,6 +66,9 @@ struct Common {
   // Slots of a cache that one task of decoding reads (bits): at 1024 positions one group is work for 8 threads, and 64 columns of
   // values stay in L1.
   static constexpr int64_t DECODE_SLOTS = 128;
+  // Blocks of so many slots that one task reads of a cache of latents, at most, if there are LATENT_TASKS tasks (bits): its sums are
+  // as large as a block, and are written and read once for each task.
+  static constexpr int64_t LATENT_BLOCKS = 4, LATENT_TASKS = 24;
 
   // Independent elementary functions side by side: 4 for 16 registers, 8 for 32, where a chain of some twenty dependent operations
   // of 9 cycles takes 13 cycles a vector instead of 29 (A64FX, modelled). Sets of Philox counters likewise.

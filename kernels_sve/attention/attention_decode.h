@@ -5,16 +5,15 @@
 //
 // Row r is position positions[r] of sample samples[r]; its key and value are kept in slot position mod slots, and the last
 // `slots` positions are attended to, so a window is a short cache. With absorbed projections (multi-head latent attention,
-// DeepSeek-V2, arXiv:2405.04434) a value is the beginning of its key, is kept once, and qkv has no values. Memory bounds this: a task reads some slots of one group once
-// for all query heads of it, and leaves a partial softmax (Dao et al., Flash-Decoding, 2023), which are put together in order. How
-// slots are cut follows from their number alone, so results have the same bits for any number of threads.
+// DeepSeek-V2, arXiv:2405.04434) a value is the beginning of its key, is kept once, and qkv has no values. Memory bounds this, or
+// arithmetic where many heads share such keys (attention_latents.h). A task reads some slots of one group once for all query heads
+// of it, and leaves a partial softmax (Dao et al., Flash-Decoding, 2023), which are put together in order. How slots are cut
+// follows from their number alone, so results have the same bits for any number of threads.
 // Reference: attention_reference.cc. Tested by tests/kernels/test_attention_decode.py. Included by attention.h.
 #pragma once
-#include "attention/attention_forward.h"
+#include "attention/attention_latents.h"
 
 namespace fm::FM_TARGET {
-
-constexpr int64_t DECODE_SLOTS = Tuning::DECODE_SLOTS;
 
 static_assert(DECODE_SLOTS % VL == 0, "scores fill vectors");
 
@@ -29,16 +28,30 @@ FM_INLINE void for_decode_heads(int64_t heads, const F& f) {
   for (; head < heads; ++head) f(Count<1>(), head);
 }
 
-// A call; *_columns: whole vectors.
+// True where arithmetic bounds the call: enough heads for a tile have their keys and values in common.
+FM_INLINE bool of_latents(const DecodeArgs& a) {
+  return a.shared && a.heads / a.groups >= LATENT_HEADS;
+}
+
+// A call; heads: of a group, with what fills a tile; *_columns: whole vectors.
 template <class T>
 struct Decode {
   const DecodeArgs& args;
   const T* qkv;
   T *keys, *values, *out;
-  int64_t share, key_columns, value_columns, splits;
+  int64_t share, heads, key_columns, value_columns, splits;
   float* partials;
 
   int64_t known(int64_t row) const { return min(args.positions[row] + 1, args.slots); }
+  // Slots that a task reads of a row's cache, in whole blocks.
+  int64_t split_slots(int64_t row) const {
+    if (!of_latents(args)) return DECODE_SLOTS;
+    const int64_t blocks = known(row) / (DECODE_SLOTS * Tuning::LATENT_TASKS);
+    return DECODE_SLOTS * max(1, min(Tuning::LATENT_BLOCKS, blocks));
+  }
+  int64_t row_splits(int64_t row) const {
+    return (known(row) + split_slots(row) - 1) / split_slots(row);
+  }
   // part 0 to share: queries, then key and value of a group.
   const T* slot(int64_t row, int64_t group, int64_t part) const {
     return qkv + (row * args.groups + group) * args.group_columns() + part * args.key_size;
@@ -53,8 +66,9 @@ struct Decode {
     return (args.samples[row] * args.groups + group) * args.slots + slot;
   }
   // (value_columns) sums of P V, the maximum and the sum of P of some slots, for a query head.
-  float* partial(int64_t row, int64_t head, int64_t split) const {
-    return partials + ((row * args.heads + head) * splits + split) * (value_columns + VL);
+  float* partial(int64_t row, int64_t group, int64_t head, int64_t split) const {
+    return partials +
+           (((row * args.groups + group) * heads + head) * splits + split) * (value_columns + VL);
   }
 };
 
@@ -135,6 +149,80 @@ FM_INLINE void add_values(const float* prob, const T* values, int64_t row, int64
   }
 }
 
+// The next block of latents, which are `keys`, against all query heads: one round of the partial softmax `out`, `out_row` apart.
+template <class T>
+static void add_block(const Decode<T>& call, const LatentBlock& block, const T* keys, bool fresh,
+                      float* out, int64_t out_row) {
+  const int64_t d = block.d, tiles = block.heads / LATENT_HEADS,
+                words = LATENT_KEYS * d * static_cast<int64_t>(sizeof(T)) / 4,
+                fetched = (words + tiles - 1) / tiles;
+  for (int64_t k = 0; k < block.count; k += LATENT_KEYS) {
+    const float* next = reinterpret_cast<const float*>(keys + (k + LATENT_KEYS) * d);
+    for (int64_t head = 0; head < block.heads; head += LATENT_HEADS, next += fetched) {
+      fetch(next, fetched);
+      if (sizeof(T) < sizeof(float) && head == 0) {
+        score_latents<true>(block, head, k, keys, d);
+      } else {
+        score_latents<false>(block, head, k, block.keys, block.row);
+      }
+    }
+  }
+  float* const stats = out + call.value_columns;
+  for (int64_t head = 0; head < block.heads; head += LATENT_HEADS)
+    softmax_latents(block.panel(head), block.count, fresh, stats + head * out_row, out_row);
+  for_vector_groups<LATENT_KEYS>(0, call.args.value_size, [&](auto vectors, int64_t i, int lanes) {
+    for (int64_t head = 0; head < block.heads; head += LATENT_HEADS) {
+      const float* factor = fresh ? nullptr : stats + head * out_row + 2;
+      add_latents<decltype(vectors)::value>(block, head, i, lanes, factor, out + head * out_row,
+                                            out_row);
+    }
+  });
+}
+
+// The slots of one split of a cache of latents against all query heads of a group. packed: whose queries this thread has.
+template <class T>
+static void decode_latents(const Decode<T>& call, int64_t row, int64_t group, int64_t split,
+                           int64_t& packed) {
+  constexpr bool COPIES = sizeof(T) < sizeof(float);
+  const int64_t d = call.args.key_size, heads = call.heads, columns = call.key_columns,
+                first = split * call.split_slots(row),
+                end = min(first + call.split_slots(row), call.known(row));
+  if (first >= end) return;
+  const int64_t copy_row = columns + Tuning::CACHE_LINE / 4;  // not all rows in the same sets
+  const int64_t copies = COPIES ? DECODE_SLOTS * copy_row : 0;
+  float* queries =
+      static_cast<float*>(scratch(0, (heads * (columns + DECODE_SLOTS) + copies) * sizeof(float)));
+  float* scores = queries + heads * columns;
+  if (packed != row * call.args.groups + group) {
+    packed = row * call.args.groups + group;
+    const float c = LOG2_E / call.args.score_divisor;
+    for (int64_t h = 0; h < heads; ++h) {
+      for_vectors(0, d, [&](int64_t i, int lanes) {
+        const vf query = h < call.share ? load_lanes(call.slot(row, group, h) + i, lanes) : vf{};
+        store_aligned(queries + h * columns + i, query * c);
+      });
+    }
+  }
+  float* const out = call.partial(row, group, 0, split);
+  const int64_t out_row = call.partial(row, group, 1, split) - out;
+  for (int64_t at = first; at < end; at += DECODE_SLOTS) {
+    T* keys = call.key(row, group, at);
+    LatentBlock block{scores + heads * DECODE_SLOTS,
+                      copy_row,
+                      min(DECODE_SLOTS, end - at),
+                      d,
+                      queries,
+                      heads,
+                      columns,
+                      scores};
+    if constexpr (!COPIES) {
+      block.keys = keys;
+      block.row = d;
+    }
+    add_block(call, block, keys, at == first, out, out_row);
+  }
+}
+
 // The slots of one split against all query heads of a group.
 template <class T>
 static void decode_task(const Decode<T>& call, int64_t row, int64_t group, int64_t split) {
@@ -165,8 +253,8 @@ static void decode_task(const Decode<T>& call, int64_t row, int64_t group, int64
       }
     });
   }
-  float* const out = call.partial(row, group * share, split);
-  const int64_t out_row = call.partial(row, group * share + 1, split) - out;
+  float* const out = call.partial(row, group, 0, split);
+  const int64_t out_row = call.partial(row, group, 1, split) - out;
   for (int64_t h = 0; h < share; ++h)
     softmax_slots(score + h * DECODE_SLOTS, count, out + h * out_row + call.value_columns);
   constexpr int64_t COLUMNS = 4 * VL;
@@ -190,17 +278,17 @@ static void decode_task(const Decode<T>& call, int64_t row, int64_t group, int64
 // out of a query head from its partial softmaxes.
 template <class T>
 static void combine_splits(const Decode<T>& call, int64_t row, int64_t head) {
-  const int64_t splits = (call.known(row) + DECODE_SLOTS - 1) / DECODE_SLOTS,
-                columns = call.value_columns;
+  const int64_t splits = call.row_splits(row), columns = call.value_columns,
+                group = head / call.share, in_group = head % call.share;
   float maximum = -__builtin_inff();
   for (int64_t split = 0; split < splits; ++split) {
-    const float m = call.partial(row, head, split)[columns];
+    const float m = call.partial(row, group, in_group, split)[columns];
     maximum = maximum > m ? maximum : m;
   }
   float* sum = static_cast<float*>(scratch(0, columns * sizeof(float)));
   vf total = {};
   for (int64_t split = 0; split < splits; ++split) {
-    const float* part = call.partial(row, head, split);
+    const float* part = call.partial(row, group, in_group, split);
     vf factor[1] = {broadcast(part[columns] - maximum)};
     exp2_each(factor);
     total = factor[0] * part[columns + 1] + total;
@@ -224,14 +312,15 @@ static void decode_of(const T* qkv, T* keys, T* values, T* out, const DecodeArgs
                  values,
                  out,
                  a.heads / a.groups,
+                 of_latents(a) ? round_up(a.heads / a.groups, LATENT_HEADS) : a.heads / a.groups,
                  round_up(a.key_size, VL),
                  round_up(a.value_size, VL),
                  0,
                  nullptr};
   for (int64_t row = 0; row < a.rows; ++row) {
-    call.splits = max(call.splits, (call.known(row) + DECODE_SLOTS - 1) / DECODE_SLOTS);
+    call.splits = max(call.splits, call.row_splits(row));
   }
-  const int64_t partials = a.rows * a.heads * call.splits;
+  const int64_t partials = a.rows * a.groups * call.heads * call.splits;
   call.partials =
       static_cast<float*>(scratch(1, partials * (call.value_columns + VL) * sizeof(float)));
   TaskQueue tokens{a.rows * a.groups}, slots{a.rows * a.groups * call.splits},
@@ -240,9 +329,12 @@ static void decode_of(const T* qkv, T* keys, T* values, T* out, const DecodeArgs
     for (int64_t task; (task = tokens.take()) < tokens.tasks;)
       keep_token(call, task / a.groups, task % a.groups);
     barrier();
+    int64_t packed = -1;
     for (int64_t task; (task = slots.take()) < slots.tasks;) {
-      decode_task(call, task / call.splits / a.groups, task / call.splits % a.groups,
-                  task % call.splits);
+      const int64_t row = task / call.splits / a.groups, group = task / call.splits % a.groups,
+                    split = task % call.splits;
+      of_latents(a) ? decode_latents(call, row, group, split, packed)
+                    : decode_task(call, row, group, split);
     }
     barrier();
     for (int64_t task; (task = heads.take()) < heads.tasks;)

@@ -113,14 +113,14 @@ void check_attention(int64_t s, int64_t heads, int64_t groups, int64_t window,
 }
 
 // One token of two samples, of which one has seen 11 and one more than its cache holds: output and both caches. shared: values
-// are the beginnings of keys.
+// are the beginnings of keys, and a group has heads for more than a tile.
 void check_decode(int64_t slots, bool shared) {
   compare("decode", 4e-6f, 4e-6f, [&] {
-    const int64_t samples[2] = {2, 0}, positions[2] = {11, 1000};
-    const Floats qkv = random_floats(2 * (6 * 76 + 2 * (76 + 36)), 11);
+    const int64_t samples[2] = {2, 0}, positions[2] = {11, 1000}, heads = shared ? 10 : 6;
+    const Floats qkv = random_floats(2 * (heads * 76 + 2 * (76 + 36)), 11);
     Floats keys = random_floats(3 * 2 * slots * 76, 12),
-           values = random_floats(3 * 2 * slots * 36, 13), out(2 * 6 * 36);
-    const DecodeArgs args{2, 6, 2, 76, 36, slots, shared, 9, samples, positions};
+           values = random_floats(3 * 2 * slots * 36, 13), out(2 * heads * 36);
+    const DecodeArgs args{2, heads, 2, 76, 36, slots, shared, 9, samples, positions};
     kernels().attention_decode(qkv.data(), keys.data(), shared ? keys.data() : values.data(),
                                out.data(), DType::f32, args);
     return joined({out, keys, values});

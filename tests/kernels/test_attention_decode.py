@@ -28,8 +28,14 @@ SHAPES = [
     (9, 1, 12, 40, 148),
     (4, 2, 36, 131, 20),
 ]
-# The same with shared values: DeepSeek's, and tails of vectors and of heads
-SHARED = [(16, 1, 512, 260, 576), (7, 1, 100, 19, 108), (4, 2, 12, 130, 28), (1, 1, 64, 5, 68)]
+# The same with shared values: DeepSeek's, tails of vectors and of heads, and tasks of several blocks
+SHARED = [
+    (16, 1, 512, 260, 576),
+    (7, 1, 100, 19, 108),
+    (4, 2, 12, 130, 28),
+    (1, 1, 64, 5, 68),
+    (10, 2, 8, 6500, 20),
+]
 SAMPLES = [3, 0, 4]  # of five
 POSITIONS = [0, 11, 10_000]  # an empty cache, one partly filled, one that has gone round
 
@@ -108,9 +114,9 @@ def test_no_rows(every_target):
     assert decode(qkv[:0], keys, values, [], [])[0].shape == (0, 32)
 
 
-@for_each(dtype=[torch.float32, torch.bfloat16])
-def test_same_bits_for_any_threads_and_rows(target, same_for_any_threads, dtype):
-    qkv, keys, values = make(6, 2, 64, 700, 80, dtype)
+@for_each(dtype=[torch.float32, torch.bfloat16], heads=[(6, 2, 64, 700, 80), (9, 1, 64, 6500, 80)])
+def test_same_bits_for_any_threads_and_rows(target, same_for_any_threads, dtype, heads):
+    qkv, keys, values = make(*heads, dtype, shared=heads[1] == 1)
     out = same_for_any_threads(lambda: decode(qkv, keys, values))[0]
     for row in range(3):
         own = slice(row, row + 1)
@@ -130,9 +136,23 @@ def test_slots_that_hold_nothing_yet_are_not_read(target):
     torch.testing.assert_close(out[0], new_values, rtol=2e-6, atol=2e-6)
 
 
-def test_large_scores_do_not_overflow(target):
-    qkv, keys, values = make(4, 2, 64, 300)
-    assert_explicit((qkv * 40, keys * 40, values), 1e-3)
+@for_each(dtype=[torch.float32, torch.bfloat16])
+def test_latents_that_hold_nothing_yet_are_not_read(target, dtype):
+    qkv, keys, values = make(6, 1, 64, 200, 80, dtype, shared=True)
+    keys[0, :, 12:] = math.nan
+    keys[3] = math.nan
+    out = decode(qkv, keys, values)[0]
+    assert torch.isfinite(out).all()
+    torch.testing.assert_close(
+        out[0].view(6, 64), qkv[0].view(7, 80)[6:, :64].expand(6, 64), rtol=2e-6, atol=2e-6
+    )
+
+
+@for_each(shared=[False, True])
+def test_large_scores_do_not_overflow(target, shared):
+    qkv, keys, values = make(8, 2, 64, 300, 80, shared=shared)
+    keys *= 40  # and values with these, if they are shared
+    assert_explicit((qkv * 40, keys, values), 1e-3)
 
 
 def test_bad_arguments_are_value_errors_before_a_byte_is_written():
