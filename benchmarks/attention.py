@@ -1,7 +1,8 @@
 """Causal attention between its two projections: forward, with backward, of one new token; against torch's own.
 
 torch's is scaled_dot_product_attention. attention_decode is generation: one token of each sample against s keys and values of
-earlier ones (or as many as a window has), which memory bounds.
+earlier ones (or as many as a window has), which memory bounds; attention_decode_latent has one key for all heads, whose
+beginning is the value, and is bound by arithmetic, so both limits are printed.
 
 Shapes are as in costs/attention.py: sequence s, this rank's heads and groups, head size d; with --key-size queries and keys
 have their own. Both sides read and write Megatron's fused (s, b, columns) tensor; torch's side works on (b, heads, s, d) and
@@ -215,6 +216,7 @@ def latent_decoding(shape: Shape, rows: int, dtype: torch.dtype, common: dict) -
         calls=(call,),
         baseline_run=baseline,
         error=lambda: relative_error(out, baseline(torch.float64)),
+        shows_bandwidth=True,
         **common,
     )
 

@@ -89,6 +89,7 @@ class Case:
     baseline: str = TORCH
     rivals: Mapping[str, Callable[[], Callable[[], object]]] = field(default_factory=dict)
     details: dict = field(default_factory=dict)
+    shows_bandwidth: bool = False  # beside the rate of operations
 
     def run(self) -> None:
         """Run the kernels, one after another."""
@@ -223,6 +224,7 @@ def measured_row(
         "peak_fraction": gflops and gflops / peak,
         "gb_per_second": rate,
         "bandwidth_fraction": rate / limits["triad_gb_per_second"],
+        "shows_bandwidth": case.shows_bandwidth,
         "rivals": {
             rival.name: {"seconds": one, "ratio": one / ours}
             for rival, one in zip(rivals, theirs, strict=True)
@@ -279,12 +281,15 @@ def repeat_line(case: Case, options: argparse.Namespace, target: str) -> str:
 
 def line(row: dict) -> str:
     """Return a row as printed."""
-    fraction, rate = (
-        ("peak_fraction", f"{row['gflops']:8.1f} GFLOP/s")
-        if row["gflops"] is not None
-        else ("bandwidth_fraction", f"{row['gb_per_second']:8.1f} GB/s   ")
-    )
-    limit = peak_name(row) if fraction == "peak_fraction" else "triad   "
+    bandwidth = f"{100 * row['bandwidth_fraction']:5.1f} % of triad"
+    if row["gflops"] is None:
+        speed = f"{row['gb_per_second']:8.1f} GB/s    {bandwidth}   "
+    else:
+        speed = (
+            f"{row['gflops']:8.1f} GFLOP/s {100 * row['peak_fraction']:5.1f} % of {peak_name(row)}"
+        )
+        if row["shows_bandwidth"]:
+            speed += f"  {row['gb_per_second']:.1f} GB/s {bandwidth}"
     all_ratios = {
         row["baseline"]: row["ratio"],
         **{name: rival["ratio"] for name, rival in row["rivals"].items()},
@@ -292,7 +297,7 @@ def line(row: dict) -> str:
     ratios = "  ".join(f"{ratio:.3f} x {name}" for name, ratio in all_ratios.items())
     return (
         f"{row['op']:>17} {'x'.join(map(str, row['shape'])):>16} {row['dtype']} {row['target']:>10} "
-        f"{row['seconds'] * 1e3:9.3f} ms {rate} {100 * row[fraction]:5.1f} % of {limit}  {ratios}  "
+        f"{row['seconds'] * 1e3:9.3f} ms {speed}  {ratios}  "
         f"error {row['max_error']:.1e}" + core.mark(row["busy"])
     )
 

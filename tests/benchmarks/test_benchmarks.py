@@ -89,6 +89,7 @@ TOGETHER = {
     "gemm fp32": f"gemm {ROUND} --only 128x128x128",  # one shape, with all rivals
     "gemm int8": f"gemm {ROUND} --dtype int8 --only 128x128x128",
     "rowwise fp32": f"rowwise {ROUND}",
+    "latents": f"attention {ROUND} --num-query-groups 1 --key-size 24 --value-size 16 --seq-length 32 --only latent --mkl full",
     "step": f"{STEP} --mkl full",
     "step int8": f"{STEP} --dtype bf16 --int8 --int8-wgrad --mkl full",
 }
@@ -183,6 +184,16 @@ def test_a_family_of_kernels(request, tmp_path, family, dtype, ops):
         assert (row["gflops"] is None) == (row["peak_fraction"] is None) == in_memory
         assert row["gb_per_second"] > 0
         assert f"--only={row['op']} " in row["repeat"].replace("'", "") and row["repeat"] in printed
+
+
+def test_latents_are_measured_against_both_limits(together):
+    measured, printed = together("latents")
+    (row,) = measured["rows"]
+    heads, _, slots, key_size, value_size = row["shape"]
+    flops = row["gflops"] * 1e9 * row["seconds"]
+    assert flops == pytest.approx(2 * heads * slots * (key_size + value_size))
+    assert f"{100 * row['peak_fraction']:.1f} % of FMA peak" in printed
+    assert f"{100 * row['bandwidth_fraction']:.1f} % of triad" in printed
 
 
 def test_openblas_makes_the_same_matmuls():
