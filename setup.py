@@ -270,6 +270,13 @@ class Compiler:
             for word in ("-isystem", folder, f"{PREFIX_MAP}{folder}={name}")
         ]
 
+    def remedy(self) -> str:
+        """Return what a machine lacks that compiles for itself without Python's headers, or an empty text."""
+        folder = Path(sysconfig.get_path("include"))
+        if self.cross or (folder / "Python.h").exists():
+            return ""
+        return f"; {folder} has no Python.h: install Python's headers (Debian: python3-dev, RHEL: python3-devel)"
+
     def dispatch_macros(self) -> list[str]:
         """Return for dispatch.cc the hash, and the table as FM_ROW(name, vector bytes, machine, features), built or not.
 
@@ -636,8 +643,9 @@ class BuildKernels(build_ext):
                 show_progress(compiled, len(jobs))
             compiler.link([obj for _, _, obj in jobs], Path(self.get_ext_fullpath(ext.name)))
         except subprocess.CalledProcessError as error:
+            command = shlex.join(map(str, error.cmd))[:200]
             raise SystemExit(
-                f"setup.py: {shlex.join(map(str, error.cmd))[:200]} ... failed, see above"
+                f"setup.py: {command} ... failed, see above{compiler.remedy()}"
             ) from None
 
 

@@ -102,14 +102,14 @@ def _delete_stale() -> None:
 
 
 def _cache() -> Path:
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = caches / "fugaku_megatron"
     try:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = caches / "fugaku_megatron"
         make_folder(caches)
         make_private(folder)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home folder
         raise ImportError(
-            f"fugaku_megatron.torch_backend: no place for its library: {error}"
+            f"fugaku_megatron.torch_backend: no place for its library: {error}; name a folder by XDG_CACHE_HOME"
         ) from None
     return folder
 

@@ -43,6 +43,16 @@ def test_a_folder_of_others_sends_it_to_the_users_cache(empty, monkeypatch, tmp_
         build.library()
 
 
+def test_a_user_without_a_home_folder_is_told_the_variable(empty, monkeypatch):
+    """A number that no file knows, as containers have: Path.home() raises RuntimeError."""
+    monkeypatch.setattr(build.os, "access", lambda *arguments: False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(build.os, "getuid", lambda: 987654321)
+    with pytest.raises(ImportError, match="home directory.*name a folder by XDG_CACHE_HOME"):
+        build.library()
+
+
 def test_source_torch_and_python_name_it(empty, monkeypatch):
     names = {build.file_name()}
     build.SOURCE.write_text("int two() { return 2; }\n")
