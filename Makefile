@@ -1,4 +1,4 @@
-# On a fresh machine with python3 (with venv), g++ and make: `make train`, `make check`, `make test`; all of them: .ci/run.
+# On a fresh machine with python3 (venv and headers), g++ and make: `make train`, `make check`, `make test`; all of them: .ci/run.
 # MPI=mpich (a wheel) | MPI=system (mpi4py is built for the mpicc on the PATH; what Fugaku and clusters need). Default: what is set up,
 # else mpich.
 
@@ -14,8 +14,8 @@ TEST_WORKERS ?= 3
 TRAIN_FLAGS ?=
 FAULTS ?= 1000
 TARGET ?=
-# The oldest that pyproject.toml allows and the newest, next to the one of requirements.txt.
-OTHER_TORCH := 2.9.1 2.15.0
+# torch/numpy: the oldest that pyproject.toml allows and the newest for Python 3.11, next to the pair of requirements.txt.
+OTHER_TORCH := 2.9.1/1.24.0 2.15.0/2.4.6
 # SHARE=1/16: of each test of `make test-full`, and of those of `make test` and `make test-arm` with MANY cases that are no unit tests,
 # every sixteenth case from the second on. The commit chooses the sixteenth. SHARE=0/1: all cases. SHARES=32: a thirty-second.
 COMMIT := $(shell printf %d 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 0))
@@ -44,7 +44,7 @@ help:
 	@echo "make test-targets  kernels, layouts and model families on every vector target of this CPU (SHARE=0/1: all cases)"
 	@echo "make test-slow     the tests that install an environment of their own or need more packages (a real Slurm if it is installed)"
 	@echo "make test-openmpi  the tests of MPI jobs under Open MPI"
-	@echo "make test-torch    some tests with torch $(OTHER_TORCH) (x86-64); the first time downloads them into ~/.cache"
+	@echo "make test-torch    some tests with torch/numpy $(OTHER_TORCH) (x86-64); the first time downloads them into ~/.cache"
 	@echo "make test-torch-full  all unit, kernel and smoke tests with them"
 	@echo "make faults-short  $(FAULTS_SHORT) faults at random moments of small runs, one of each kind"
 	@echo "make faults  faults at random moments of small runs (hours; FAULTS=100 for fewer); writes the table of docs/reliability.md"
@@ -54,7 +54,7 @@ help:
 	@echo "make hub-kernel  make wheels, then a folder that the kernels library of Hugging Face loads, in dist/kernel/"
 	@echo "make sdist   write the archive of the sources, and the recipes of EasyBuild and Spack with its checksum, into dist/release/"
 	@echo "make release  check version, changelog and tree, then build archive, recipes, wheels and dist/SHA256SUMS; publishes nothing"
-	@echo "make test-release  what a release must pass besides .ci/run: builds that repeat, and make wheel-test (some minutes)"
+	@echo "make test-release  what a release must pass besides .ci/run: builds that repeat, make wheel-test, clean roots of Debian (an hour)"
 	@echo "make wheel-test  pip install . in an empty environment, then train with nothing else (some minutes)"
 	@echo "make setup-test  fresh clones that train after MPI=system failed, and with Debian's Open MPI and MPICH (10 minutes)"
 	@echo "make bench   set up, then measure kernels and the step against torch (about 5 minutes; alone on the machine); JSON in bench/"
@@ -223,9 +223,9 @@ test-torch: TORCH_TESTS := \
 test-torch-full: TORCH_TESTS := -m "(unit or kernels or smoke) and not (slow or docs or full)"
 test-torch test-torch-full: setup $(STAMPS)/kernels $(STAMPS)/test-packages
 	@for version in $(OTHER_TORCH); do \
-	    folder=$$($(BIN)/python -m tools.other_torch $$version) || { [ $$? = 3 ] && continue; exit 1; }; \
-	    echo "torch $$version"; \
-	    PYTHONPATH=$$folder PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q --best-target $(TORCH_TESTS) || exit 1; \
+	    folders=$$($(BIN)/python -m tools.other_torch $$version) || { [ $$? = 3 ] && continue; exit 1; }; \
+	    echo "torch/numpy $$version"; \
+	    PYTHONPATH=$$folders PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q --best-target $(TORCH_TESTS) || exit 1; \
 	done
 
 docs: setup $(STAMPS)/trl-packages
@@ -260,7 +260,7 @@ release: setup
 	@$(BIN)/python -m tools.release finish
 
 test-release: wheel-test
-	$(BIN)/python -m pytest -q -m slow tests/packaging/test_repeatable_builds.py
+	$(BIN)/python -m pytest -q -m slow tests/packaging/test_repeatable_builds.py tests/packaging/test_clean_roots.py
 
 hub-kernel: wheels
 	$(BIN)/python -m tools.hub_kernel

@@ -1,6 +1,6 @@
-"""Puts another torch beside the one of .venv, into ~/.cache/fugaku_megatron, and prints its folder, to run tests with it.
+"""Puts another torch and numpy beside those of .venv, into ~/.cache/fugaku_megatron, and prints their folders, to run tests.
 
-    PYTHONPATH=$(python -m tools.other_torch 2.9.1) python -m pytest ...
+    PYTHONPATH=$(python -m tools.other_torch 2.9.1/1.24.0) python -m pytest ...
 
 Most of torch's x86-64 wheels are for CUDA, whose libraries are gigabytes that no test calls. They are left out: one small
 library has the symbols that the rest of torch names of them, finds no device, and answers the rest with zeros. The checkouts
@@ -21,11 +21,10 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+THIS_PYTHON = ".".join(map(str, sys.version_info[:2]))
 UNAVAILABLE = 3  # exit status by which `make test-torch` leaves a version out
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fugaku_megatron"
-LEFT_OUT = re.compile(
-    r"torch/(include|share)/|torch/lib/\S+\.a$|torch/lib/lib(?!c10_)\S*(cuda|cu|nv)\S*\.so"
-)
+LEFT_OUT = re.compile(r"torch/share/|torch/lib/\S+\.a$|torch/lib/lib(?!c10_)\S*(cuda|cu|nv)\S*\.so")
 # torch 2.15 looks for the CUDA kernels that these replace.
 EMPTIED = ("torch/_native/ops/__init__.py",)
 # transformers asks before each forward pass, also on a CPU.
@@ -111,7 +110,7 @@ def replace_cuda(folder: Path) -> None:
     """Link the small library for all of CUDA's that a library in `folder` needs."""
     libraries = list(folder.glob("*.so*"))
     symbols = absent_symbols(libraries)
-    if not symbols:
+    if not any(symbols.values()):
         return
     source = folder / "absent.s"
     versions = folder / "absent.map"
@@ -132,27 +131,32 @@ class Unavailable(Exception):
     """Reason why this machine cannot have another torch, in one line."""
 
 
-def download(version: str, folder: Path) -> Path:
-    """Download torch's wheel into `folder`. No cap of this machine's pip applies."""
+def download(requirement: str, folder: Path, python: str) -> Path:
+    """Download a package's wheel for a version of Python into `folder`. No cap of this machine's pip applies."""
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download"]
+    options = ["--no-deps", "--no-cache-dir", "--only-binary", ":all:", "--python-version", python]
     done = subprocess.run(
-        [*pip, "--no-deps", "--no-cache-dir", "--dest", folder, f"torch=={version}"],
+        [*pip, *options, "--dest", folder, requirement],
         env={**os.environ, "PIP_CONSTRAINT": os.devnull},
         capture_output=True,
         text=True,
     )
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["failed"])[-1]
-        raise Unavailable(f"no torch {version} here: pip: {reason}")
+        raise Unavailable(f"no {requirement} here: pip: {reason}")
     (wheel,) = folder.glob("*.whl")
     return wheel
 
 
-def make(version: str, folder: Path) -> None:
-    """Unpack what runs on a CPU of torch's wheel."""
+def extract(requirement: str, folder: Path, python: str) -> None:
+    """Unpack what runs on a CPU of a package's wheel."""
     with tempfile.TemporaryDirectory(dir=CACHE) as downloaded:
-        archive = zipfile.ZipFile(download(version, Path(downloaded)))
+        archive = zipfile.ZipFile(download(requirement, Path(downloaded), python))
         archive.extractall(folder, [x for x in archive.namelist() if not LEFT_OUT.search(x)])
+
+
+def without_cuda(folder: Path) -> None:
+    """Change an unpacked torch so that it needs none of CUDA's libraries."""
     for name in EMPTIED:
         if (folder / name).exists():
             (folder / name).write_text("")
@@ -165,35 +169,74 @@ def make(version: str, folder: Path) -> None:
     metadata.write_text(CUDA_REQUIREMENT.sub("", metadata.read_text()))
 
 
-def place(version: str) -> Path:
+def place(package: str, version: str, python: str) -> Path:
     """Return the folder of a version as this recipe makes it."""
     replaced = (EMPTIED, APPENDED, ASSEMBLY, TYPE)
-    recipe = (LEFT_OUT, CUDA_LIBRARY, CUDA_SYMBOL, CUDA_REQUIREMENT, *replaced)
+    recipe = (LEFT_OUT, CUDA_LIBRARY, CUDA_SYMBOL, CUDA_REQUIREMENT, *replaced, python)
     digest = hashlib.sha256(repr(recipe).encode()).hexdigest()
-    return CACHE / f"torch-{version}-{digest[:8]}"
+    return CACHE / f"{package}-{version}-{digest[:8]}"
 
 
-def unpacked(version: str) -> Path:
-    """Return the folder of a version, made if the cache lacks it."""
+def unpacked(package: str, version: str, python: str = THIS_PYTHON) -> Path:
+    """Return the folder of a version of torch or numpy, made if the cache lacks it."""
     if platform.machine() != "x86_64":
-        raise Unavailable(f"no torch {version} here: tools/other_torch.py is for x86-64")
-    folder = place(version)
+        raise Unavailable(f"no {package} {version} here: tools/other_torch.py is for x86-64")
+    folder = place(package, version, python)
     CACHE.mkdir(parents=True, exist_ok=True)
     with open(CACHE / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
             unfinished = CACHE / "unfinished"
             shutil.rmtree(unfinished, ignore_errors=True)
-            make(version, unfinished)
+            extract(f"{package}=={version}", unfinished, python)
+            if package == "torch":
+                without_cuda(unfinished)
             unfinished.rename(folder)
     return folder
 
 
+def folders(pair: str) -> list[Path]:
+    """Return the folders of a pair torch/numpy such as 2.9.1/1.24.0."""
+    return [unpacked(*row) for row in zip(("torch", "numpy"), pair.split("/"))]
+
+
+def wheel(version: str, python: str) -> Path:
+    """Return a wheel of a torch without CUDA's libraries for another Python, made if the cache lacks it."""
+    folder = unpacked("torch", version, python)
+    tag = f"cp{python.replace('.', '')}"
+    path = folder / "wheel" / f"torch-{version}+cpu-{tag}-{tag}-linux_x86_64.whl"
+    if path.exists():
+        return path
+    (old,) = folder.glob("torch-*.dist-info")
+    metadata = f"torch-{version}+cpu.dist-info"
+    names = []
+    path.parent.mkdir(exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    with zipfile.ZipFile(unfinished, "w") as archive:
+        for file in sorted(each for each in folder.rglob("*") if each.is_file()):
+            if file.parent == path.parent or file.name == "RECORD":
+                continue
+            name = str(file.relative_to(folder)).replace(old.name, metadata)
+            names.append(name)
+            if file.name == "METADATA" and file.parent == old:
+                text = re.sub(
+                    r"^Version: .*", f"Version: {version}+cpu", file.read_text(), flags=re.M
+                )
+                archive.writestr(name, text)
+            else:
+                archive.write(file, name)
+        archive.writestr(f"{metadata}/RECORD", "".join(f"{name},,\n" for name in names))
+    unfinished.rename(path)
+    return path
+
+
 def main() -> None:
     if len(sys.argv) != 2:
-        sys.exit("other_torch: pass one version of torch, such as 2.9.1")
+        sys.exit(
+            "other_torch: pass one pair torch/numpy, such as 2.9.1/1.24.0, or one version of torch"
+        )
     try:
-        print(unpacked(sys.argv[1]))
+        print(*folders(sys.argv[1]), sep=os.pathsep)
     except Unavailable as reason:
         print(f"other_torch: {reason}", file=sys.stderr)
         sys.exit(UNAVAILABLE)

@@ -190,6 +190,13 @@ def test_a_build_counts_what_it_has_compiled(project, capsys):
     ]
 
 
+def test_a_machine_without_pythons_headers_is_told_their_package(project, monkeypatch, tmp_path):
+    compiler = project.Compiler(tmp_path)
+    assert compiler.remedy() == ""
+    monkeypatch.setattr(project.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert "install Python's headers (Debian: python3-dev" in compiler.remedy()
+
+
 def test_only_what_changed_is_compiled_again(project, tmp_path):
     """By content: files that were copied or checked out again have other dates, and old objects may look new."""
     header, source = tmp_path / "a.h", tmp_path / "a.cc"
@@ -243,6 +250,11 @@ def test_every_tested_torch_is_allowed_and_a_build_needs_none(pyproject):
     tested = requirements((ROOT / "requirements.txt").read_text().splitlines())["torch"]
     for version in [str(row.specifier).strip("=") for row in tested] + ["2.9.0", "2.15.0"]:
         assert version in allowed.specifier
+    (numpy,) = requirements(pyproject["project"]["dependencies"])["numpy"]
+    pairs = re.search(r"^OTHER_TORCH := (.*)", (ROOT / "Makefile").read_text(), re.M)[1].split()
+    oldest = [pair.split("/") for pair in pairs][0]
+    assert str(allowed.specifier) == f">={oldest[0].rpartition('.')[0]}"
+    assert str(numpy.specifier) == f">={oldest[1].rpartition('.')[0]}"
     assert "2.8.0" not in allowed.specifier and allowed.marker is None
     assert "torch" not in requirements(pyproject["build-system"]["requires"])
 
