@@ -31,8 +31,8 @@ EMPTIED = ("torch/_native/ops/__init__.py",)
 APPENDED = {
     "torch/cuda/graphs.py": "\n\ndef is_current_stream_capturing() -> bool:\n    return False\n"
 }
-CUDA_LIBRARY = re.compile(r"lib(cu|nv|torch_cuda|torch_nv)")
-CUDA_SYMBOL = re.compile(r"_Z(N|NK|TIN|TVN)(2at|3c10|4c10d|5torch|3sdp)|cu[A-Z]")
+CUDA_LIBRARY = re.compile(r"lib(cu|nv|nccl|torch_cuda|torch_nv)")
+CUDA_SYMBOL = re.compile(r"_Z(N|NK|TIN|TVN)(2at|3c10|4c10d|5torch|3sdp)|(cu|nccl)[A-Z]")
 
 # Beside the folders that PYTHONPATH names, pip would install these for a torch that calls none of them.
 CUDA_REQUIREMENT = re.compile(
