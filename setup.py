@@ -36,6 +36,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import cached_property
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -409,15 +410,25 @@ class Compiler:
             return
         stamp.unlink(missing_ok=True)
         began = time.time()
-        cached = ["ccache"] if shutil.which("ccache") else []
         # With -g an object names its folder, and -ffile-prefix-map makes that folder the same everywhere.
         variables = {**os.environ, "CCACHE_NOHASHDIR": "1"}
-        mapped = [*cached, *command, f"{PREFIX_MAP}{ROOT}=."]
+        mapped = [*self.ccache, *command, f"{PREFIX_MAP}{ROOT}=."]
         subprocess.run(mapped, check=True, cwd=ROOT, env=variables)
         if all(
             (ROOT / path).stat().st_mtime < began for path in inputs(obj)
         ):  # not edited meanwhile
             stamp.write_text(stamp_of(command, obj))
+
+    @cached_property
+    def ccache(self) -> list[str]:
+        """The word before a command, if ccache is installed and works: it needs a folder that this user can write."""
+        if not shutil.which("ccache"):
+            return []
+        source = self.objects / "ccache.cc"
+        source.write_text("")
+        command = ["ccache", *self.cxx, "-c", source, "-o", source.with_suffix(".o")]
+        works = subprocess.run(command, capture_output=True).returncode == 0
+        return ["ccache"] if works else []
 
     def link(self, objects: list[Path], output: Path) -> None:
         """Link the objects into a shared library."""

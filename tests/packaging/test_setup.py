@@ -197,6 +197,17 @@ def test_a_machine_without_pythons_headers_is_told_their_package(project, monkey
     assert "install Python's headers (Debian: python3-dev" in compiler.remedy()
 
 
+def test_a_ccache_that_does_not_work_is_left_out(project, monkeypatch, tmp_path):
+    """As without a home folder, where ccache ends every command with an error."""
+    program = tmp_path / "ccache"
+    program.write_text('#!/bin/sh\nexec "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert project.Compiler(tmp_path).ccache == ["ccache"]
+    program.write_text("#!/bin/sh\nexit 1\n")
+    assert project.Compiler(tmp_path).ccache == []
+
+
 def test_only_what_changed_is_compiled_again(project, tmp_path):
     """By content: files that were copied or checked out again have other dates, and old objects may look new."""
     header, source = tmp_path / "a.h", tmp_path / "a.cc"
