@@ -7,33 +7,45 @@
 
 namespace fm::FM_TARGET {
 
-// Runs body(r, i, lanes, keep) for each vector of R rows of the (outer, samples, 1, cols) view; keep: -1 in the lanes
+// c[r]: the random words of the calls from `call` on in R rows.
+template <int R>
+FM_ONCE void row_words(const DropoutArgs& a, PhiloxKey key, int64_t row, uint32_t call,
+                       vu (&c)[R][4]) {
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    const uint64_t sample = a.key.first_sample + (row + r) % a.samples;
+    c[r][0] = lane_index() + call;
+    c[r][1] = broadcast(static_cast<uint32_t>(a.key.row0 + (row + r) / a.samples));
+    c[r][2] = broadcast(static_cast<uint32_t>(sample));
+    c[r][3] = broadcast(static_cast<uint32_t>(sample >> 32));
+  }
+  philox_sets<R>(c, key);
+}
+
+// Runs body(i, lanes, keep) for each vector of R rows of the (outer, samples, 1, cols) view; keep[r]: -1 in the lanes
 // that stay. Columns begin at 0, so vectors and Philox blocks coincide.
 template <int R, class F>
 FM_INLINE void for_kept(const DropoutArgs& a, int64_t row, const F& body) {
   const PhiloxKey key = philox_key(a.key.seed, a.key.stream);
   const uint32_t threshold = dropout_threshold(a.p);
-  for (int64_t first = 0; first < a.cols; first += PHILOX_CALLS * 4) {
-    for (int part = 0; part < PHILOX_CALLS / VL; ++part) {
+  for (int64_t first = 0; first < a.cols; first += PHILOX_BLOCK) {
+#pragma GCC unroll 1
+    for (int part = 0; part < PHILOX_CALLS; part += VL) {
       vu c[R][4];
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        const uint64_t sample = a.key.first_sample + (row + r) % a.samples;
-        c[r][0] = lane_index() + static_cast<uint32_t>(first / 4 + part * VL);
-        c[r][1] = broadcast(static_cast<uint32_t>(a.key.row0 + (row + r) / a.samples));
-        c[r][2] = broadcast(static_cast<uint32_t>(sample));
-        c[r][3] = broadcast(static_cast<uint32_t>(sample >> 32));
-      }
-      philox_sets<R>(c, key);
-#pragma GCC unroll 4
+      row_words<R>(a, key, row, static_cast<uint32_t>(first / 4 + part), c);
+      // Not unrolled: body is long.
+#pragma GCC unroll 1
       for (int word = 0; word < 4; ++word) {
-        const int64_t i = first + word * PHILOX_CALLS + part * VL;
+        const int64_t i = first + word * PHILOX_CALLS + part;
         if (i >= a.cols) break;
-        const int lanes = i + VL <= a.cols ? VL : static_cast<int>(a.cols - i);
         vi keep[R];
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) keep[r] = c[r][word] >= threshold;
-        lanes == VL ? body(i, VL, keep) : body(i, lanes, keep);
+        if (i + VL <= a.cols) {
+          body(i, VL, keep);
+        } else {
+          body(i, static_cast<int>(a.cols - i), keep);
+        }
       }
     }
   }
