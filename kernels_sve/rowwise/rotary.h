@@ -7,6 +7,8 @@
 // A token stays in the first-level cache from its sums to its result. Storage float32, bfloat16 or float16, arithmetic float32.
 // Reference: rotary_reference.cc. Tested by tests/kernels/test_rotary.py.
 #pragma once
+// In a function of its own the end of a head would round sums of products elsewhere (bits).
+#define FM_NARROW_LANES FM_INLINE
 #include "rowwise/rowwise_blocks.h"
 
 namespace fm::FM_TARGET {

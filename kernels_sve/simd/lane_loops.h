@@ -1,6 +1,11 @@
 // Hooks of simd.h for the first n lanes of narrow numbers, in loops over lanes. Included by the targets without instructions for them.
 #pragma once
 
+// Of load_n and store_n of such numbers, whose loops and conversions a kernel needs at the end of each of its rows.
+#ifndef FM_NARROW_LANES
+#define FM_NARROW_LANES FM_ONCE
+#endif
+
 namespace fm::FM_TARGET {
 
 FM_INLINE vu load_u16_n(const uint16_t* p, int n) {

@@ -141,5 +141,8 @@ FM_INLINE void restore_denormals(uint64_t) {}
 #else
 #include "simd/simd_generic.h"
 #endif
+#ifndef FM_NARROW_LANES
+#define FM_NARROW_LANES FM_INLINE
+#endif
 #include "simd/simd_math.h"
 #include "simd/simd_types.h"

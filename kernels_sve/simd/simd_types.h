@@ -22,12 +22,12 @@ FM_INLINE vu float_to_bf16_by(vf v, vu words) {
 
 FM_INLINE vf load(const bf16* p) { return bf16_to_float(load_u16(&p->bits)); }
 FM_INLINE vf load(const f16* p) { return half_to_float(load_u16(&p->bits)); }
-FM_INLINE vf load_n(const bf16* p, int n) { return bf16_to_float(load_u16_n(&p->bits, n)); }
-FM_INLINE vf load_n(const f16* p, int n) { return half_to_float(load_u16_n(&p->bits, n)); }
+FM_NARROW_LANES vf load_n(const bf16* p, int n) { return bf16_to_float(load_u16_n(&p->bits, n)); }
+FM_NARROW_LANES vf load_n(const f16* p, int n) { return half_to_float(load_u16_n(&p->bits, n)); }
 FM_INLINE void store(bf16* p, vf v) { store_u16(&p->bits, float_to_bf16(v)); }
 FM_INLINE void store(f16* p, vf v) { store_u16(&p->bits, float_to_half(v)); }
-FM_INLINE void store_n(bf16* p, vf v, int n) { store_u16_n(&p->bits, float_to_bf16(v), n); }
-FM_INLINE void store_n(f16* p, vf v, int n) { store_u16_n(&p->bits, float_to_half(v), n); }
+FM_NARROW_LANES void store_n(bf16* p, vf v, int n) { store_u16_n(&p->bits, float_to_bf16(v), n); }
+FM_NARROW_LANES void store_n(f16* p, vf v, int n) { store_u16_n(&p->bits, float_to_half(v), n); }
 
 // 16-bit elements, two in a lane; n of them, the rest 0.
 typedef uint32_t vu_halves __attribute__((vector_size(FM_VECTOR_BYTES), aligned(2), may_alias));
