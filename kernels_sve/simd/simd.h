@@ -53,8 +53,10 @@
 #include <arm_sve.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
-#elif defined(__SSE2__)
+#elif defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #endif
 
 namespace fm::FM_TARGET {

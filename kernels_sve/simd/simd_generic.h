@@ -145,10 +145,19 @@ FM_INLINE vf sqrt(vf v) {
   return v;
 }
 FM_INLINE vf rsqrt(vf v) { return 1.0f / sqrt(v); }
+#ifdef __SSE2__
+FM_INLINE vu mul_high(vu v, uint32_t m) {
+  const __m128i factor = _mm_set1_epi32(static_cast<int>(m));
+  const __m128i even = _mm_srli_epi64(_mm_mul_epu32((__m128i)v, factor), 32);
+  const __m128i odd = _mm_mul_epu32(_mm_srli_epi64((__m128i)v, 32), factor);
+  return (vu)even | ((vu)odd & vu{0, ~0u, 0, ~0u});
+}
+#else
 FM_INLINE vu mul_high(vu v, uint32_t m) {
 #pragma GCC unroll 4
   for (int i = 0; i < VL; ++i) v[i] = static_cast<uint32_t>(static_cast<uint64_t>(v[i]) * m >> 32);
   return v;
 }
+#endif
 
 }  // namespace fm::FM_TARGET
