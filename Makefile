@@ -101,13 +101,16 @@ $(STAMPS)/mpi-system: requirements-mpi.txt scripts/system_mpi.sh | $(STAMPS)/pac
 
 .PHONY: again
 
-# A set-up compiles the kernels for this CPU and portable ones; `make kernels` and the tests compile all that this machine type has.
-NATIVE_KERNELS := $(if $(wildcard $(STAMPS)/kernels),kernels,kernels-native)
+# A set-up compiles the kernels for this CPU and portable ones, the tests all that this CPU can run, `make kernels` and
+# `make test-targets` all that this machine type has. A library that has more stays.
+ALL_KERNELS := $(notdir $(wildcard $(STAMPS)/kernels))
+TESTED_KERNELS := $(or $(ALL_KERNELS),kernels-runnable)
+SETUP_KERNELS := $(or $(ALL_KERNELS),$(notdir $(wildcard $(STAMPS)/kernels-runnable)),kernels-native)
 KERNEL_SOURCES := setup.py $(wildcard kernels_sve/*.* kernels_sve/*/*)
 BUILD_EXT := $(BIN)/python setup.py --quiet build_ext
 
-$(STAMPS)/kernels-native: $(STAMPS)/build-packages $(KERNEL_SOURCES)
-	@KERNEL_TARGETS=native $(BUILD_EXT) --inplace
+$(STAMPS)/kernels-native $(STAMPS)/kernels-runnable: $(STAMPS)/kernels-%: $(STAMPS)/build-packages $(KERNEL_SOURCES)
+	@KERNEL_TARGETS=$* $(BUILD_EXT) --inplace
 	@touch $@
 
 $(STAMPS)/kernels: $(STAMPS)/packages $(STAMPS)/mpi-$(MPI) $(KERNEL_SOURCES)
@@ -117,11 +120,11 @@ $(STAMPS)/kernels: $(STAMPS)/packages $(STAMPS)/mpi-$(MPI) $(KERNEL_SOURCES)
 # A library of some targets alone is not a set-up: the next goal that needs one compiles the others.
 kernels: $(STAMPS)/packages $(STAMPS)/mpi-$(MPI)
 	KERNEL_TARGETS="$(TARGET)" $(BUILD_EXT) --inplace
-	@$(if $(TARGET),rm -f $(STAMPS)/kernels $(STAMPS)/kernels-native,touch $(STAMPS)/kernels)
+	@$(if $(TARGET),rm -f $(STAMPS)/kernels $(STAMPS)/kernels-*,touch $(STAMPS)/kernels)
 
 # The command fugaku-megatron and the package for the .venv's Python, used in place: an edit needs no new installation.
-$(STAMPS)/command: $(STAMPS)/packages $(STAMPS)/mpi-$(MPI) $(STAMPS)/$(NATIVE_KERNELS) pyproject.toml
-	@KERNEL_TARGETS=$(if $(filter kernels,$(NATIVE_KERNELS)),,native) $(INSTALL) --no-build-isolation --no-deps --editable .
+$(STAMPS)/command: $(STAMPS)/packages $(STAMPS)/mpi-$(MPI) $(STAMPS)/$(SETUP_KERNELS) pyproject.toml
+	@KERNEL_TARGETS=$(patsubst kernels-%,%,$(filter kernels-%,$(SETUP_KERNELS))) $(INSTALL) --no-build-isolation --no-deps --editable .
 	@touch $@
 
 # The first import compiles it for the .venv's torch.
@@ -189,16 +192,16 @@ check: setup lint
 # The compiler works while pip waits for the network; only one pip at a time writes into .venv.
 .PHONY: tested
 test: $(STAMPS)/packages $(STAMPS)/mpi-$(MPI)
-	@$(MAKE) --no-print-directory -j 2 $(STAMPS)/kernels $(STAMPS)/test-packages
+	@$(MAKE) --no-print-directory -j 2 $(STAMPS)/$(TESTED_KERNELS) $(STAMPS)/test-packages
 	@$(MAKE) --no-print-directory tested
 
 tested: setup lint
 	$(PYTEST) --durations=30 --share $(SHARE) --share-from $(MANY) -m "not (slow or docs or full or arm)"
 
-test-full: setup $(STAMPS)/kernels $(STAMPS)/test-packages
+test-full: setup $(STAMPS)/$(TESTED_KERNELS) $(STAMPS)/test-packages
 	$(PYTEST) --share $(SHARE) -m full
 
-# The kernel tests choose their targets themselves.
+# The kernel tests choose their targets themselves. With the rows that other CPUs run, whose symbols test_dispatch.py checks.
 test-targets: setup $(STAMPS)/kernels $(STAMPS)/test-packages
 	$(PYTEST) --share $(SHARE) --share-from $(MANY) tests/kernels
 	@for target in $$($(BIN)/python -c "from fugaku_megatron.host import kernels; print(*kernels.runnable_targets())"); do \
@@ -207,7 +210,7 @@ test-targets: setup $(STAMPS)/kernels $(STAMPS)/test-packages
 	        tests/training/test_curves.py -k "not stays" || exit 1; \
 	done
 
-test-slow: setup $(STAMPS)/kernels $(STAMPS)/slow-packages
+test-slow: setup $(STAMPS)/$(TESTED_KERNELS) $(STAMPS)/slow-packages
 	$(PYTEST) -m "slow and not arm"
 
 test-openmpi: setup $(STAMPS)/test-packages $(STAMPS)/openmpi
@@ -221,7 +224,7 @@ test-torch: TORCH_TESTS := \
     tests/checkpoint/test_tensor_files.py tests/kernels/test_gate.py tests/kernels/test_adamw.py \
     tests/training/test_layouts.py tests/cli/test_ranks.py -m "smoke or unit or kernels or (system and not mpi)"
 test-torch-full: TORCH_TESTS := -m "(unit or kernels or smoke) and not (slow or docs or full)"
-test-torch test-torch-full: setup $(STAMPS)/kernels $(STAMPS)/test-packages
+test-torch test-torch-full: setup $(STAMPS)/$(TESTED_KERNELS) $(STAMPS)/test-packages
 	@for version in $(OTHER_TORCH); do \
 	    folders=$$($(BIN)/python -m tools.other_torch $$version) || { [ $$? = 3 ] && continue; exit 1; }; \
 	    echo "torch/numpy $$version"; \
@@ -297,7 +300,7 @@ clean:
 arm-env: $(STAMPS)/test-packages
 	@$(BIN)/python -m tools.arm_env
 
-arm-ext: arm-env $(STAMPS)/kernels
+arm-ext: arm-env $(STAMPS)/$(TESTED_KERNELS)
 	@$(BIN)/python -m tools.arm_env extension
 
 test-arm: arm-ext

@@ -10,10 +10,10 @@ library of other sources. An object is compiled again when its command or the co
 Checkouts on one machine share objects by ccache, if it is installed.
 
 Environment: KERNEL_TARGETS, rows of TARGETS separated by commas, for a build without the others, or `native`, the fastest row of
-this CPU and the portable one; CXX (default g++); TARGET_CXX for
-the families alone, for example clang++, which schedules the SVE loops better; CXXFLAGS; LDFLAGS. A cross build is one whose CXX
-names another machine; it needs CXXFLAGS with the Python and pybind11 headers of that machine. SOURCE_DATE_EPOCH, the date of every
-file of an archive (default: the commit's). The same sources, compiler and packages make the same bytes in every folder.
+this CPU and the portable one, or `runnable`, all rows that the tests can run on this CPU; CXX (default g++); TARGET_CXX for the
+families alone, for example clang++, which schedules the SVE loops better; CXXFLAGS; LDFLAGS. A cross build is one whose CXX names
+another machine; it needs CXXFLAGS with the Python and pybind11 headers of that machine. SOURCE_DATE_EPOCH, the date of every file
+of an archive (default: the commit's). The same sources, compiler and packages make the same bytes in every folder.
 Left out: Windows and macOS.
 """
 
@@ -89,7 +89,7 @@ AVX512BF16 = (*AVX512, "-mavx512bf16", "-mavx512vnni")
 AVX512BF16_FEATURES = (*AVX512_FEATURES, "avx512bf16", "avx512vnni")
 SVE = "-march=armv8.2-a+sve"
 
-# Ordered from the slowest to the fastest: the last row that the CPU can run is the default. A name in _emulated is for tests alone.
+# Ordered from the slowest to the fastest: the last row that the CPU can run is the default. A name in EMULATED is for tests alone.
 TARGETS = (
     Target("portable", "any", (), 16),
     Target("avx2", "x86_64", AVX2, 32, ("avx2", "fma", "f16c")),
@@ -150,7 +150,8 @@ TARGETS = (
     Target("sve512", "aarch64", ("-mcpu=a64fx", "-msve-vector-bits=512"), 64, ("sve",)),
 )
 
-NATIVE = "native"  # as KERNEL_TARGETS
+NATIVE, RUNNABLE = "native", "runnable"  # as KERNEL_TARGETS
+EMULATED = "_emulated"  # end of the names of rows for tests alone
 SLOWEST = ("rowwise", "attention")  # families that compile longest, first in jobs()
 
 
@@ -219,7 +220,7 @@ class Compiler:
         self.cross = self.machine != platform.machine()
         self.objects = build_dir / f"kernels-{self.machine}"
         self.objects.mkdir(parents=True, exist_ok=True)
-        self.probed: list[Target] = []  # answer of native(), which compiles a program
+        self.probed: list[Target] = []  # answer of runnable(), which compiles a program
         self.hash = (
             source_hash()
         )  # before anything is compiled: an edit during the build makes the library an old one
@@ -232,9 +233,13 @@ class Compiler:
     def targets(self) -> list[Target]:
         """Return the rows to build. SystemExit when KERNEL_TARGETS names something else."""
         known = [t for t in TARGETS if t.machine in ("any", self.machine)]
-        if self.variables.get("KERNEL_TARGETS") == NATIVE:
-            return known if self.cross else self.native(known)
-        names = [name for name in self.variables.get("KERNEL_TARGETS", "").split(",") if name]
+        wanted = self.variables.get("KERNEL_TARGETS", "")
+        if wanted in (NATIVE, RUNNABLE):
+            if self.cross:
+                return known
+            runnable = self.runnable(known)
+            return native(runnable) if wanted == NATIVE else tested(known, runnable)
+        names = [name for name in wanted.split(",") if name]
         if unknown := set(names) - {t.name for t in known}:
             raise SystemExit(
                 f"setup.py: KERNEL_TARGETS names {', '.join(sorted(unknown))}; this machine has "
@@ -242,8 +247,8 @@ class Compiler:
             )
         return [t for t in known if not names or t.name in names]
 
-    def native(self, known: list[Target]) -> list[Target]:
-        """Return the fastest of the rows that this CPU can run, and the portable one for other CPUs."""
+    def runnable(self, known: list[Target]) -> list[Target]:
+        """Return the rows that this CPU can run."""
         if self.probed:
             return self.probed
         probe = self.objects / "probe"
@@ -251,12 +256,9 @@ class Compiler:
         subprocess.run(command, input=PROBE, text=True, check=True)
         rows = [f"{target.vector_bytes} {' '.join(target.requires)}" for target in known]
         answers = subprocess.run([probe, *rows], check=True, capture_output=True, text=True)
-        runnable = [
-            target
-            for target, answer in zip(known, answers.stdout.split())
-            if answer == "1" and not target.name.endswith("_emulated")
+        self.probed = [
+            target for target, answer in zip(known, answers.stdout.split()) if answer == "1"
         ]
-        self.probed = [known[0], *runnable[1:][-1:]]
         return self.probed
 
     def includes(self) -> list[str]:
@@ -472,6 +474,18 @@ class Compiler:
         text = next((each.read_text() for each in headers if each.exists()), "")
         macro = r"#\s*define PYBIND11_VERSION_(?:MAJOR|MINOR|PATCH|MICRO)\s+(\w+)"
         return ".".join(re.findall(macro, text)[:3]) or "unknown"
+
+
+def native(runnable: list[Target]) -> list[Target]:
+    """Return the fastest row that is not emulated, and the portable one for other CPUs."""
+    portable, *others = (t for t in runnable if not t.name.endswith(EMULATED))
+    return [portable, *others[-1:]]
+
+
+def tested(known: list[Target], runnable: list[Target]) -> list[Target]:
+    """Return the runnable rows, and those whose code a test runs on emulated instructions."""
+    names = {t.name.removesuffix(EMULATED) for t in runnable}
+    return [t for t in known if t in runnable or t.name in names]
 
 
 def version_of(cxx: list[str]) -> str:

@@ -28,7 +28,7 @@ def test_the_code_for_amx_has_the_bits_of_the_emulated_target(tmp_path):
     built = {row["name"] for row in kernels.targets() if row["compiled"]}
     if "amx" not in built:
         pytest.skip("amx is left out of this build: run make kernels")
-    program = builds.Objects(builds.ROOT / "build", arm=False).link(
+    program = builds.Objects(builds.ROOT / "build", arm=False, KERNEL_TARGETS="runnable").link(
         Path(__file__).with_name("run_amx.cc"), tmp_path / "run_amx"
     )
     run = subprocess.run([program], capture_output=True, text=True, timeout=300)

@@ -179,8 +179,26 @@ def test_a_build_of_one_target_knows_the_others(project, tmp_path):
 
 def test_a_native_build_has_the_rows_that_the_library_chooses(project, tmp_path):
     """The probe and the library ask the same functions of cpu_features.h."""
-    native = project.Compiler(tmp_path, {"KERNEL_TARGETS": "native"}).targets()
-    assert [target.name for target in native] == ["portable", kernels.runnable_targets()[-1]]
+
+    def names(wanted):
+        return [t.name for t in project.Compiler(tmp_path, {"KERNEL_TARGETS": wanted}).targets()]
+
+    assert names("native") == ["portable", kernels.runnable_targets()[-1]]
+    could_run = {
+        row["name"]
+        for row in kernels.targets()
+        if row["runnable"] or row["reason"].startswith("left out of this build")
+    } - {"reference"}
+    assert could_run <= set(names("runnable")) <= could_run | {"amx"}
+
+
+def test_a_target_that_the_tests_emulate_is_built_with_its_emulation(project):
+    rows = {t.name: t for t in project.TARGETS}
+    runnable = [rows[name] for name in ("portable", "avx512bf16", "amx_emulated")]
+    names = [t.name for t in project.tested(list(project.TARGETS), runnable)]
+    assert names == ["portable", "avx512bf16", "amx_emulated", "amx"]
+    assert project.native(runnable) == [rows["portable"], rows["avx512bf16"]]
+    assert project.native([rows["portable"]]) == [rows["portable"]]
 
 
 def test_a_build_counts_what_it_has_compiled(project, capsys):
