@@ -8,36 +8,28 @@ from ..config.layer_kinds import UP_PROJECTIONS
 from ..config.parallel import ParallelConfig
 from ..config.run_config import RunConfig
 from ..config.training import CORE_ATTN, MLA_UP_PROJ
-from .adapters import frozen
 from .attention import document_length, mean_visible_share
-from .freezing import frozen_layers, layers_without_backward
-from .layers import (
-    head_records,
-    layer_records,
-    linear_and_attention_flops,
-    mean_layer_flops,
-    norm_record,
-)
+from .freezing import layers_without_backward
+from .layers import linear_and_attention_flops, mean_layer_flops, norm_record
 from .sizes import padded_vocab_size
-from .stages import layer_parameters, virtual_stage_layers, virtual_stage_recompute_groups
-
-
-def _reached_groups(run: RunConfig, virtual_stage: int) -> list[range]:
-    """Return the recomputed layers of a virtual stage, by group, that backward reaches."""
-    below = layers_without_backward(run) - virtual_stage_layers(run, virtual_stage).start
-    groups = virtual_stage_recompute_groups(run, virtual_stage)
-    return [range(max(below, group.start), max(below, group.stop)) for group in groups]
+from .stages import (
+    layer_parameters,
+    stage_records,
+    virtual_stage_layers,
+    virtual_stage_recompute_groups,
+)
 
 
 def _recompute_fraction(run: RunConfig) -> float:
+    """Return the share of the layers that backward computes again."""
     if run.training.recompute_granularity != "full":
         return 0.0
-    groups = [
-        group
-        for virtual_stage in range(run.placement.virtual_stages)
-        for group in _reached_groups(run, virtual_stage)
-    ]
-    return sum(map(len, groups)) / len(run.model.all_layer_kinds)
+    layers = 0
+    for virtual_stage in range(run.placement.virtual_stages):
+        reached = layers_without_backward(run) - virtual_stage_layers(run, virtual_stage).start
+        for group in virtual_stage_recompute_groups(run, virtual_stage):
+            layers += max(0, group.stop - max(reached, group.start))
+    return layers / len(run.model.all_layer_kinds)
 
 
 def layer_flops(run: RunConfig) -> tuple[float, float]:
@@ -45,12 +37,6 @@ def layer_flops(run: RunConfig) -> tuple[float, float]:
     linear, attention = linear_and_attention_flops(run.on_one_rank)  # of a micro-batch
     samples = run.batch.micro_batch_size
     return linear / samples, attention / samples
-
-
-def expert_flops(run: RunConfig) -> float:
-    """Return the mean layer's forward FLOPs per sample in routed experts' matmuls."""
-    flops = mean_layer_flops(run.on_one_rank, lambda record: record.grouped)
-    return flops / run.batch.micro_batch_size
 
 
 def hardware_flops(
@@ -68,7 +54,9 @@ def hardware_flops(
     model = run.model
     linear, attention = layer_flops(run)
     if padded:
-        linear -= expert_flops(run) * padded / (global_batch_size * model.seq_length)
+        experts = mean_layer_flops(run.on_one_rank, lambda record: record.grouped)
+        per_sample = experts / run.batch.micro_batch_size
+        linear -= per_sample * padded / (global_batch_size * model.seq_length)
     if squares is not None:
         attention *= squares / (global_batch_size * model.seq_length * document_length(run))
     c = 72 + 24 * _recompute_fraction(run)
@@ -117,16 +105,8 @@ def frozen_flops(run: RunConfig) -> float:
     """Return the weight-gradient FLOPs per sample, logits included, that backward skips in the layers that it reaches."""
     if not run.has_frozen_weights:
         return 0.0
-    whole = run.on_one_rank
-    records = [*head_records(whole, tied=False)]
-    for layer, kind in enumerate(run.model.layer_kinds):
-        if layer < layers_without_backward(run):
-            continue
-        own = layer_records(whole, kind)
-        if layer < frozen_layers(run):
-            own = tuple(frozen(run, record) for record in own)
-        records += own
-    skipped = sum(r.flops_forward for r in records if r.frozen)
+    records = stage_records(run.on_one_rank, 0)
+    skipped = sum(r.flops_forward for r in records if r.frozen and r.flops_backward)
     if run.freezing.freeze_all_layers:  # nor the gradient of the logits' input
         skipped += sum(r.flops_forward for r in records if r.is_head)
     return skipped / run.batch.micro_batch_size

@@ -34,10 +34,6 @@ def undivided_rows(model: ModelConfig, rows: int, vocabulary: bool = False) -> i
     return rows // math.gcd(rows, model.query_groups)
 
 
-def segment_blocks(length: int) -> int:
-    return math.ceil(length / block_length(length))
-
-
 def block_length(length: int) -> int:
     """Return the elements of a block in a segment of `length`; the last block may be shorter."""
     return math.ceil(length / math.ceil(length / MOMENT_BLOCK))
@@ -161,7 +157,11 @@ def unit_segments(run: RunConfig, stage: int) -> dict[Unit, tuple[Segments, Segm
 
 def scales(segments: Iterable[tuple[int, int]], elements: int) -> int:
     """Return the most scales that `elements` consecutive elements of these segments need."""
-    held = [(count, length, segment_blocks(length)) for count, length in segments if count]
+    held = [
+        (count, length, math.ceil(length / block_length(length)))
+        for count, length in segments
+        if count
+    ]
     total = sum(count * blocks for count, _, blocks in held)
     found = 2  # the blocks at both ends may be cut
     left = elements
