@@ -8,32 +8,37 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from .fields import BY_LAYER, SAME, WEIGHTS, Requirement, check, option, optional
+from .fields import (
+    BY_LAYER,
+    SAME,
+    Requirement,
+    check,
+    weight_option,
+    weight_optional,
+)
 from .layer_kinds import GATED_DELTA_NET, LAYERS
 
 # Values of --experimental-attention-variant; Megatron-LM has both names.
 VARIANTS = (GATED_DELTA_NET, "gdn")
 
 DELTA_NETS = Requirement("a gated delta net", lambda run: run.model.has_delta_nets)
-delta_field = partial(option, needs=DELTA_NETS, meaning=WEIGHTS, megatron=SAME)
+delta_field = partial(weight_option, needs=DELTA_NETS, megatron=SAME)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaNetFields:
     """Flags of gated delta nets: their layers, convolution and heads."""
 
-    experimental_attention_variant: str | None = optional(
+    experimental_attention_variant: str | None = weight_optional(
         "the layers of --linear-attention-freq are gated delta nets, as in Qwen3-Next",
         choices=VARIANTS,
         topic=LAYERS,
-        meaning=WEIGHTS,
         megatron=SAME,
     )
-    linear_attention_freq: str | None = optional(
+    linear_attention_freq: str | None = weight_optional(
         "layers with attention in a model with gated delta nets: every Nth, or a list of 1 (gated delta net) and 0 "
         "(attention) for all layers, such as ([1]*3+[0])*12",
         topic=LAYERS,
-        meaning=WEIGHTS,
         needs="experimental_attention_variant",
         megatron=BY_LAYER,
     )

@@ -13,12 +13,11 @@ from .fields import (
     COURSE,
     NOT_NEGATIVE,
     SAME,
-    WEIGHTS,
     check,
     check_positive,
     course_option,
-    option,
-    optional,
+    weight_option,
+    weight_optional,
 )
 from .layer_kinds import LAYERS, marked_layers
 
@@ -33,7 +32,7 @@ SOFTMAX = "softmax"
 SIGMOID = "sigmoid"
 
 # Fields without effect in a model without experts: part of the weights' meaning, or of the course of training.
-expert_field = partial(option, needs="num_experts", meaning=WEIGHTS, megatron=SAME)
+expert_field = partial(weight_option, needs="num_experts", megatron=SAME)
 expert_course_field = partial(expert_field, meaning=COURSE)
 
 
@@ -41,19 +40,17 @@ expert_course_field = partial(expert_field, meaning=COURSE)
 class ExpertFields:
     """Flags of experts: their layers, widths, routing and load balancing."""
 
-    num_experts: int | None = optional(
+    num_experts: int | None = weight_optional(
         "experts of a layer; each token is dispatched to --moe-router-topk experts (default: one MLP "
         "for all tokens)",
         maximum=2**12,
-        meaning=WEIGHTS,
         megatron=SAME,
     )
-    moe_layer_freq: str = option(
+    moe_layer_freq: str = weight_option(
         "1",
         "layers with experts: every Nth from the first, or a list of 0 and 1 for all layers, such as "
         "([0]*1+[1]*23)",
         topic=LAYERS,
-        meaning=WEIGHTS,
         needs="num_experts",
         megatron=BY_LAYER,
     )

@@ -178,6 +178,13 @@ def switch(help: str, **traits: Any) -> Any:
 free_option = partial(option, meaning=FREE)
 free_optional = partial(optional, meaning=FREE)
 free_switch = partial(switch, meaning=FREE)
+# Fields that weights are trained for, and numbers of rotary angles.
+weight_option = partial(option, meaning=WEIGHTS)
+weight_optional = partial(optional, meaning=WEIGHTS)
+weight_switch = partial(switch, meaning=WEIGHTS)
+angle_option = partial(option, meaning=ANGLES)
+angle_optional = partial(optional, meaning=ANGLES)
+angle_switch = partial(switch, meaning=ANGLES)
 # Fields that decide the course of training.
 course_option = partial(option, meaning=COURSE)
 course_optional = partial(optional, meaning=COURSE)

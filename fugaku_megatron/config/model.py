@@ -13,7 +13,6 @@ from itertools import repeat
 from .delta_net import DeltaNetFields
 from .experts import ExpertFields
 from .fields import (
-    ANGLES,
     BY_LAYER,
     CONSTANT,
     COURSE,
@@ -23,6 +22,9 @@ from .fields import (
     SAME,
     WEIGHTS,
     Requirement,
+    angle_option,
+    angle_optional,
+    angle_switch,
     cached_hash,
     check,
     course_option,
@@ -31,10 +33,10 @@ from .fields import (
     free_option,
     free_optional,
     of_topic,
-    option,
-    optional,
     required,
-    switch,
+    weight_option,
+    weight_optional,
+    weight_switch,
 )
 from .layer_kinds import (
     ATTENTION,
@@ -88,9 +90,14 @@ ROTARY = Requirement("--position-embedding-type rope or yarn", lambda run: run.m
 GELU = Requirement("a GELU in the MLP", lambda run: ACTIVATIONS[run.model.activation].gelu)
 
 # Traits that many fields share: of the weights' meaning, and of yarn's angles.
-weight_field = partial(option, meaning=WEIGHTS, megatron=SAME)
-yarn_field = partial(option, needs="position_embedding_type=yarn", meaning=ANGLES, megatron=SAME)
+weight_field = partial(weight_option, megatron=SAME)
+yarn_field = partial(angle_option, needs="position_embedding_type=yarn", megatron=SAME)
 yarn_detail_field = partial(yarn_field, topic=YARN_DETAILS)
+
+
+def yarn_growth(factor: float, mscale: float) -> float:
+    """Return yarn's growth of queries, keys or scores, 1 without lengthening; `get_mscale` in transformers."""
+    return 0.1 * mscale * math.log(max(factor, 1.0)) + 1.0
 
 
 @cached_hash
@@ -109,11 +116,10 @@ class ModelConfig(
         meaning=WEIGHTS,
         megatron=SAME,
     )
-    layer_types: str | None = optional(
+    layer_types: str | None = weight_optional(
         "symbols of each layer, separated by commas: * an attention, - an MLP, E experts, or an attention and one of both, such as "
         "'*,*-,-'; --hybrid-layer-pattern sets it (default: every layer has both, with experts by --moe-layer-freq)",
         topic=LAYERS,
-        meaning=WEIGHTS,
         megatron=OWN_FORM,
     )
     hidden_size: int = required(
@@ -149,10 +155,9 @@ class ModelConfig(
         "rows of the position embedding (default: --seq-length)",
         maximum=2**22,
     )
-    vocab_size: int | None = optional(
+    vocab_size: int | None = weight_optional(
         "vocabulary before padding (default: the tokenizer's)",
         maximum=2**26,
-        meaning=WEIGHTS,
         megatron=OWN_FORM,
     )
     make_vocab_size_divisible_by: int = free_option(
@@ -179,18 +184,17 @@ class ModelConfig(
         "LayerNorm",
         "norms of the layers, and after the last layer; PlainLayerNorm has no weights",
     )
-    norm_placement: str = option(
+    norm_placement: str = weight_option(
         "pre",
         "norms of the input of attention and of the MLP (pre), of their output before it is added "
         "to the residual, as in OLMo 2 (post), or of both, as in Gemma 2",
         choices=tuple(NORM_PLACEMENTS),
-        meaning=WEIGHTS,
     )
     apply_layernorm_1p: bool = weight_field(
         False, "norms multiply by 1 + their weight, which starts at 0"
     )
-    disable_bias_linear: bool = switch(
-        "no biases in the linear layers of the blocks", meaning=WEIGHTS, megatron=OWN_FORM
+    disable_bias_linear: bool = weight_switch(
+        "no biases in the linear layers of the blocks", megatron=OWN_FORM
     )
     layernorm_epsilon: float = weight_field(
         1e-5, "epsilon of the norms", aliases=("--norm-epsilon",)
@@ -208,34 +212,29 @@ class ModelConfig(
         False,
         "the MLP is W2 (silu(Wg x) * (Wv x)); --ffn-hidden-size is then 8/3 x hidden size by default",
     )
-    geglu: bool = switch(
+    geglu: bool = weight_switch(
         "the MLP is W2 (gelu(Wg x) * (Wv x)) with the tanh form of the GELU; its default width is as with "
         "--swiglu",
-        meaning=WEIGHTS,
     )
-    quick_geglu: bool = switch(
+    quick_geglu: bool = weight_switch(
         "the MLP is W2 (g sigmoid(1.702 g) * (Wv x + --glu-linear-offset)), g = Wg x; its default width is "
         "as with --swiglu",
-        meaning=WEIGHTS,
         megatron=OTHER_WEIGHTS,
     )
-    glu_linear_offset: float = option(
-        0.0, "see --quick-geglu", range=None, meaning=WEIGHTS, megatron=OTHER_WEIGHTS
+    glu_linear_offset: float = weight_option(
+        0.0, "see --quick-geglu", range=None, megatron=OTHER_WEIGHTS
     )
-    activation_func_clamp_value: float | None = optional(
+    activation_func_clamp_value: float | None = weight_optional(
         "limit of --quick-geglu: gates are at most this, values at most this in size",
-        meaning=WEIGHTS,
         megatron=OTHER_WEIGHTS,
     )
-    xielu: bool = switch(
+    xielu: bool = weight_switch(
         "the MLP is W2 xielu(W1 x), with two scalars that each layer trains, as in Apertus",
-        meaning=WEIGHTS,
     )
     squared_relu: bool = weight_field(False, "the MLP is W2 relu(W1 x)^2, instead of the GELU")
-    activation_func: str | None = optional(
+    activation_func: str | None = weight_optional(
         "the MLP's activation, by the name of a row that a program has added to ACTIVATIONS "
         "(docs/extending.md)",
-        meaning=WEIGHTS,
     )
     bias_gelu_fusion: bool = weight_field(
         True,
@@ -278,30 +277,27 @@ class ModelConfig(
         False,
         "normalise each query and each key over its head's d elements",
     )
-    qk_layernorm_all_heads: bool = switch(
+    qk_layernorm_all_heads: bool = weight_switch(
         "the norms of --qk-layernorm are over the elements of all heads, with one weight per "
         "element, as in OLMoE",
-        meaning=WEIGHTS,
     )
     attention_output_gate: bool = weight_field(
         False,
         "multiply attention's output by the sigmoid of gates that the query projection computes, as "
         "in Qwen3-Next",
     )
-    position_embedding_type: str = option(
+    position_embedding_type: str = angle_option(
         LEARNED,
         "positions: a learned vector each, rotated queries and keys (rope, or yarn for "
         "sequences longer than those of pretraining), or none",
         choices=POSITION_TYPES,
         switches={"--use-rotary-position-embeddings": ROPE},
-        meaning=ANGLES,
         megatron=OWN_FORM,
     )
-    rotary_base: float = option(
+    rotary_base: float = angle_option(
         10000.0,
         "base of the wavelengths of rope",
         aliases=("--rope-theta",),
-        meaning=ANGLES,
         needs=ROTARY,
         megatron=SAME,
     )
@@ -315,10 +311,9 @@ class ModelConfig(
         "rope rotates pairs of neighbouring elements, instead of elements half the rotated size apart",
         needs="position_embedding_type=rope",
     )
-    rotary_seq_len_interpolation_factor: float | None = optional(
+    rotary_seq_len_interpolation_factor: float | None = angle_optional(
         "divide rope's positions by this (linear scaling)",
         topic=SCALING,
-        meaning=ANGLES,
         needs="position_embedding_type=rope",
         megatron=SAME,
     )
@@ -356,107 +351,91 @@ class ModelConfig(
         "see --mscale; --multi-latent-attention multiplies the scores by the square of its divisor",
         range=None,
     )
-    use_rope_scaling: bool = switch(
+    use_rope_scaling: bool = angle_switch(
         "lengthen rope's long wavelengths as Llama 3.1 does, for longer sequences",
         topic=SCALING,
-        meaning=ANGLES,
         needs="position_embedding_type=rope",
         megatron=SAME,
     )
-    rope_scaling_factor: float = option(
-        8.0, "factor of --use-rope-scaling", meaning=ANGLES, needs="use_rope_scaling", megatron=SAME
+    rope_scaling_factor: float = angle_option(
+        8.0, "factor of --use-rope-scaling", needs="use_rope_scaling", megatron=SAME
     )
-    rope_scaling_low_freq_factor: float = option(
+    rope_scaling_low_freq_factor: float = angle_option(
         1.0,
         "wavelengths of at least original length / this are lengthened by the whole factor",
-        meaning=ANGLES,
         needs="use_rope_scaling",
         megatron=CONSTANT,
     )
-    rope_scaling_high_freq_factor: float = option(
+    rope_scaling_high_freq_factor: float = angle_option(
         4.0,
         "wavelengths of at most original length / this are unchanged",
-        meaning=ANGLES,
         needs="use_rope_scaling",
         megatron=CONSTANT,
     )
-    rope_scaling_original_max_position_embeddings: int = option(
+    rope_scaling_original_max_position_embeddings: int = angle_option(
         8192,
         "sequence length of the model before --use-rope-scaling or --rope-dynamic-factor",
         maximum=2**22,
-        meaning=ANGLES,
         needs="position_embedding_type=rope",
         megatron=CONSTANT,
     )
-    rope_dynamic_factor: float | None = optional(
+    rope_dynamic_factor: float | None = angle_optional(
         "dynamic NTK scaling: raise rope's base by this factor with the length beyond the original one; the length "
         "is that of the sequence, or of a chat or document with its own positions",
         topic=SCALING,
-        meaning=ANGLES,
         needs="position_embedding_type=rope",
     )
     untie_embeddings_and_output_weights: bool = weight_field(
         False,
         "the logits have their own weight instead of the word embedding's",
     )
-    window_size: str | None = optional(
+    window_size: str | None = weight_optional(
         "LEFT,0: a token attends to itself and LEFT tokens before it (Mistral's window - 1), not to all",
-        meaning=WEIGHTS,
         megatron=OWN_FORM,
     )
-    window_attn_skip_freq: str | None = optional(
+    window_attn_skip_freq: str | None = weight_optional(
         "layers without --window-size: every Nth, or a list of 1 (window) and 0 (no window) for all "
         "layers, such as ([1]*3+[0])*6 (default: no layer)",
         topic=LAYERS,
-        meaning=WEIGHTS,
         megatron=BY_LAYER,
     )
-    window_rotary_base: float | None = optional(
+    window_rotary_base: float | None = angle_optional(
         "base of rope in layers with a window, where no scaling applies, as in Gemma 3 and OLMo 3 "
         "(default: rope is the same in all layers)",
-        meaning=ANGLES,
     )
-    no_rope_freq: str | None = optional(
+    no_rope_freq: str | None = weight_optional(
         "layers without rope: every Nth, or a list of 1 (no rope) and 0 (rope) for all layers, such "
         "as ([0]*3+[1])*6 (default: no layer)",
         topic=LAYERS,
-        meaning=WEIGHTS,
         megatron=BY_LAYER,
     )
-    parallel_residual: bool = switch(
+    parallel_residual: bool = weight_switch(
         "attention and the MLP both read the layer's input, each through its own norm, and "
         "both results are added to that input",
-        meaning=WEIGHTS,
     )
-    parallel_shared_norm: bool = switch(
+    parallel_shared_norm: bool = weight_switch(
         "attention and the MLP of --parallel-residual read the same norm, as in Cohere's models",
-        meaning=WEIGHTS,
     )
-    softmax_type: str = option(
+    softmax_type: str = weight_option(
         VANILLA,
         "denominator of attention's softmax: the sum over the keys, or 1 more (off-by-one), or exp of a score "
         "more that each head trains (learnable), as in gpt-oss",
         choices=(VANILLA, OFF_BY_ONE, LEARNABLE),
-        meaning=WEIGHTS,
         megatron=OTHER_WEIGHTS,
     )
-    embedding_multiplier: float = option(
-        1.0, "multiply the word embeddings by this", meaning=WEIGHTS
+    embedding_multiplier: float = weight_option(1.0, "multiply the word embeddings by this")
+    residual_multiplier: float = weight_option(
+        1.0, "multiply the outputs of attention and the MLP by this"
     )
-    residual_multiplier: float = option(
-        1.0, "multiply the outputs of attention and the MLP by this", meaning=WEIGHTS
-    )
-    attention_multiplier: float | None = optional(
+    attention_multiplier: float | None = weight_optional(
         "multiply the attention scores by this (default: 1 / sqrt of the head size)",
-        meaning=WEIGHTS,
     )
-    logits_scaling: float = option(1.0, "divide the logits by this", meaning=WEIGHTS)
-    attn_logit_softcapping: float | None = optional(
+    logits_scaling: float = weight_option(1.0, "divide the logits by this")
+    attn_logit_softcapping: float | None = weight_optional(
         "replace attention scores x by this x tanh(x / this), as in Gemma 2; torch computes attention",
-        meaning=WEIGHTS,
     )
-    final_logit_softcapping: float | None = optional(
-        "replace logits x by this x tanh(x / this), as in Gemma 2", meaning=WEIGHTS
+    final_logit_softcapping: float | None = weight_optional(
+        "replace logits x by this x tanh(x / this), as in Gemma 2"
     )
 
     def _check(self) -> None:
@@ -755,7 +734,7 @@ class ModelConfig(
         """Factor of the attention scores."""
         scale = self.attention_multiplier or self.kv_channels**-0.5
         if self.multi_latent_attention and self.position_embedding_type == YARN:
-            scale *= self._yarn_growth(self.mscale_all_dim) ** 2
+            scale *= yarn_growth(self.rotary_scaling_factor, self.mscale_all_dim) ** 2
         return float(scale)
 
     @property
@@ -927,11 +906,10 @@ class ModelConfig(
     @cached_property
     def yarn_attention_factor(self) -> float:
         """Yarn's factor for cosines and sines, attention_factor in transformers; 0 if undefined."""
-        return self._yarn_growth(self.mscale) / (self._yarn_growth(self.mscale_all_dim) or math.inf)
-
-    def _yarn_growth(self, mscale: float) -> float:
-        """Return yarn's factor for the magnitude of queries and keys, 1 without lengthening."""
-        return 0.1 * mscale * math.log(max(self.rotary_scaling_factor, 1.0)) + 1.0
+        factor = self.rotary_scaling_factor
+        return yarn_growth(factor, self.mscale) / (
+            yarn_growth(factor, self.mscale_all_dim) or math.inf
+        )
 
     def uses_rotary(self, kind: LayerKind) -> bool:
         """Return True if a layer's queries and keys are rotated or normalised before attention."""

@@ -9,34 +9,26 @@ from dataclasses import dataclass
 from functools import partial
 
 from .fields import (
-    ANGLES,
     SAME,
-    WEIGHTS,
+    angle_optional,
     check,
     flag,
-    option,
-    optional,
-    switch,
+    weight_option,
+    weight_optional,
+    weight_switch,
 )
 from .rows import ROPE, YARN
 
-latent_field = partial(
-    option,
-    needs="multi_latent_attention",
-    meaning=WEIGHTS,
-    megatron=SAME,
-    maximum=2**16,
-)
+latent_field = partial(weight_option, needs="multi_latent_attention", megatron=SAME, maximum=2**16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttentionFields:
     """Flags of attention whose keys and values are computed from a narrow vector of each token."""
 
-    multi_latent_attention: bool = switch(
+    multi_latent_attention: bool = weight_switch(
         "attention computes the keys and values of all heads from --kv-lora-rank numbers of a token, as in DeepSeek-V3; "
         "--qk-layernorm normalises these numbers, and the --q-lora-rank ones of queries",
-        meaning=WEIGHTS,
         megatron=SAME,
     )
     q_lora_rank: int | None = latent_field(
@@ -48,17 +40,15 @@ class LatentAttentionFields:
         64, "rotated elements of a query; those of the keys are the same for all heads"
     )
     v_head_dim: int = latent_field(128, "elements of a value")
-    latent_layernorm_epsilon: float | None = optional(
+    latent_layernorm_epsilon: float | None = weight_optional(
         "epsilon of the norms of --kv-lora-rank and --q-lora-rank numbers, 1e-6 in transformers whatever its models "
         "have elsewhere (default: --layernorm-epsilon)",
         needs="multi_latent_attention",
-        meaning=WEIGHTS,
     )
-    rope_type: str | None = optional(
+    rope_type: str | None = angle_optional(
         "angles of --multi-latent-attention: yarn, by default, or rope",
         choices=(ROPE, YARN),
         needs="multi_latent_attention",
-        meaning=ANGLES,
         megatron=SAME,
     )
 

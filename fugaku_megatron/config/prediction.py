@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .fields import NOT_NEGATIVE, SAME, WEIGHTS, check, course_option, optional
+from .fields import (
+    NOT_NEGATIVE,
+    SAME,
+    check,
+    course_option,
+    weight_optional,
+)
 from .rows import NO_POSITIONS, ROPE
 
 MAX_MODULES = 4  # the log has a column for the loss of each
@@ -18,11 +24,10 @@ MAX_MODULES = 4  # the log has a column for the loss of each
 class PredictionFields:
     """Flags of the MTP modules behind the last layer."""
 
-    mtp_num_layers: int | None = optional(
+    mtp_num_layers: int | None = weight_optional(
         "MTP modules behind the last layer: module k predicts the token k + 1 places ahead, with a layer of its own and the "
         "model's embedding and head; in training alone (default: none)",
         maximum=MAX_MODULES,
-        meaning=WEIGHTS,
         megatron=SAME,
     )
     mtp_loss_scaling_factor: float = course_option(

@@ -95,7 +95,7 @@ NEW_FIELDS = {
     ),
     "model.py": (
         "    hidden_dropout: float = course_option(",
-        '    key_noise: float = option(0.25, "noise of the keys", meaning=WEIGHTS)\n',
+        '    key_noise: float = weight_option(0.25, "noise of the keys")\n',
     ),
 }
 PROGRAM = """
