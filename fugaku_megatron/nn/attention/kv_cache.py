@@ -26,11 +26,6 @@ class LayerCache:
         keys = torch.empty(*shape, heads.head_size, dtype=dtype)
         return LayerCache(keys, torch.empty(*shape, heads.value_size, dtype=dtype))
 
-    @staticmethod
-    def of_latents(samples: int, slots: int, heads: Heads, dtype: torch.dtype) -> LayerCache:
-        keys = torch.empty(samples, heads.groups, slots, heads.head_size, dtype=dtype)
-        return LayerCache(keys, keys[..., : heads.value_size])
-
     @property
     def slots(self) -> int:
         return self.keys.shape[2]

@@ -135,7 +135,8 @@ class MultiLatentAttention(Attention):
     def empty_cache(self, samples: int, positions: int, dtype: torch.dtype) -> LayerCache:
         """Return a cache of each token's narrow vector and its keys' rotated part, on every tensor-parallel rank."""
         slots = cache_slots(self.kind, positions)
-        return LayerCache.of_latents(samples, slots, self.latent_heads, dtype)
+        keys = torch.empty(samples, 1, slots, self.latent_heads.head_size, dtype=dtype)
+        return LayerCache(keys, keys[..., : self.latent_heads.value_size])
 
     def _prefill_latents(
         self, of_queries: Tensor, of_keys: Tensor, shared_key: Tensor, forward_pass: Pass
