@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -280,6 +280,7 @@ _UNTIED_HEAD = tied(False)
 _SILU = {"hidden_act": ("silu", "swish")}
 _NO_WINDOW = {"use_sliding_window": (False,)}
 _NO_BIAS = {"attention_bias": (False,)}
+_NO_BIASES = {**_NO_BIAS, "mlp_bias": (False,)}
 _DECODER_BLOCK = {
     **_COMMON_BLOCK,
     "normalization": "RMSNorm",
@@ -315,155 +316,41 @@ _STACKED_EXPERTS = _places(
 
 
 def _decoder(
+    name: str,
+    model_type: str,
+    *,
     only: Mapping[str, tuple[Any, ...]] = {},
     block: Mapping[str, Any] = {},
-    free: Collection[str] = (),
     rope: Rule = ROTARY,
     head: Rule = _UNTIED_HEAD,
-    further_fields: tuple[Field, ...] = (),
-    further_rules: tuple[Rule, ...] = (),
+    more: tuple[Field | Rule, ...] = (),
     **others: Any,
 ) -> Architecture:
     """Build a row near to LLAMA.
 
-    only, block, further_fields, places: next to Llama's values, or in place of them
-    free: ModelConfig values that need not be Llama's, unless a field or rule sets them
+    only, block, more, places: next to Llama's values, or in place of them
     others: as in `Architecture`, Llama's by default
     """
-    replaced = {field.ours for field in further_fields}
+    fields = [each for each in more if isinstance(each, Field)]
+    rules = [each for each in more if isinstance(each, Rule)]
+    replaced = {field.ours for field in fields}
     kept = (field for field in _DECODER_FIELDS if field.ours not in replaced)
     row: dict[str, Any] = {
+        "name": name,
+        "model_type": model_type,
         "prefix": "model.",
-        "fields": (*kept, *further_fields),
-        "rules": (HEADS, rope, head, NO_DROPOUT, *further_rules),
+        "fields": (*kept, *fields),
+        "rules": (HEADS, rope, head, NO_DROPOUT, *rules),
         "experts": _STACKED_EXPERTS,
         **others,
         "places": _DECODER_PLACES | others.get("places", {}),
     }
-    changed = {field.ours for field in row["fields"]}.union(
-        free, *(rule.sets for rule in row["rules"])
-    )
+    changed = {field.ours for field in row["fields"]}.union(*(rule.sets for rule in row["rules"]))
     llama = {name: value for name, value in _DECODER_BLOCK.items() if name not in changed}
     return Architecture(only={**_SILU, **only}, block={**llama, **block}, **row)
 
 
-LLAMA = _decoder(
-    name="LlamaForCausalLM",
-    model_type="llama",
-    only={**_NO_BIAS, "mlp_bias": (False,)},
-)
-MISTRAL = _decoder(
-    name="MistralForCausalLM",
-    model_type="mistral",
-    defaults={"num_key_value_heads": 8},
-    further_rules=(window(4096),),
-)
-QWEN2 = _decoder(
-    name="Qwen2ForCausalLM",
-    model_type="qwen2",
-    defaults={"num_key_value_heads": 32},
-    further_rules=(FULL_ATTENTION,),
-    only=_NO_WINDOW,
-    block={"add_qkv_bias": True},
-)
-QWEN3 = _decoder(
-    name="Qwen3ForCausalLM",
-    model_type="qwen3",
-    defaults={"num_key_value_heads": 32, "head_dim": 128},
-    further_rules=(FULL_ATTENTION,),
-    only={**_NO_WINDOW, **_NO_BIAS},
-    block={"qk_layernorm": True},
-)
-PHI3 = _decoder(
-    name="Phi3ForCausalLM",
-    model_type="phi3",
-    rules=(HEADS, rotary(1.0, ("default",)), window(None), _UNTIED_HEAD, no_padding(32000)),
-    further_fields=(_LARGER_EPSILON, Field("resid_pdrop", "hidden_dropout", 0.0)),
-    only={"embd_pdrop": (0.0,)},
-    block={
-        "position_embedding_type": ROPE,
-        **_defaults(lambda each: each.topic == SCALING),
-    },
-    places=_places(
-        {
-            "self_attention.linear_qkv": Counterpart(
-                ("self_attn.qkv_proj",), fused_query_key_value
-            ),
-            "mlp.linear_fc1": Counterpart(("mlp.gate_up_proj",), fused_stacked),
-        },
-    ),
-)
-STABLELM = _decoder(
-    name="StableLmForCausalLM",
-    model_type="stablelm",
-    defaults={"num_key_value_heads": 32},
-    rope=rotary(0.25),
-    further_fields=(
-        Field("layer_norm_eps", "layernorm_epsilon", 1e-5),
-        Field("use_qkv_bias", "add_qkv_bias", False),
-    ),
-    only={
-        "use_parallel_residual": (False,),
-        "qk_layernorm": (False,),
-        "hidden_dropout": (0.0,),
-    },
-    block={"normalization": "LayerNorm"},
-    own_head_size=False,
-)
-OLMO = _decoder(
-    name="OlmoForCausalLM",
-    model_type="olmo",
-    fields=_SIZE_FIELDS,
-    only={**_NO_BIAS, "clip_qkv": (None,)},
-    block={"normalization": "PlainLayerNorm", "layernorm_epsilon": 1e-5},
-)
-GPT_NEOX = _decoder(
-    name="GPTNeoXForCausalLM",
-    model_type="gpt_neox",
-    prefix="gpt_neox.",
-    further_fields=(
-        Field("layer_norm_eps", "layernorm_epsilon", 1e-5),
-        Field("hidden_dropout", "hidden_dropout", 0.0),
-        Field("use_parallel_residual", "parallel_residual", True),
-    ),
-    rules=(rotary(0.25, names=("rotary_emb_base", "rotary_pct")), _UNTIED_HEAD),
-    only={"hidden_act": ("gelu",), "attention_bias": (True,)},
-    block={
-        "normalization": "LayerNorm",
-        "disable_bias_linear": False,
-        "swiglu": False,
-        "squared_relu": False,
-        "bias_gelu_fusion": False,
-        "openai_gelu": False,
-        "group_query_attention": False,
-    },
-    free=("add_qkv_bias",),
-    places=_places(
-        {
-            "input_layernorm": "input_layernorm",
-            "self_attention.linear_qkv": "attention.query_key_value",
-            "self_attention.linear_proj": "attention.dense",
-            "pre_mlp_layernorm": "post_attention_layernorm",
-            "mlp.linear_fc1": "mlp.dense_h_to_4h",
-            "mlp.linear_fc2": "mlp.dense_4h_to_h",
-        },
-        outside={
-            _WORD_EMBEDDINGS: "embed_in",
-            _FINAL_NORM: "final_layer_norm",
-            OUTPUT: "embed_out",
-        },
-    ),
-    unused=re.compile(
-        r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)"
-    ),
-    own_head_size=False,
-)
-GRANITE = _decoder(
-    name="GraniteForCausalLM",
-    model_type="granite",
-    further_rules=(MULTIPLIED,),
-    only={**_NO_BIAS, "mlp_bias": (False,)},
-)
+LLAMA = _decoder("LlamaForCausalLM", "llama", only=_NO_BIASES)
 _GEMMA_ONLY = {
     "hidden_act": (None, "gelu_pytorch_tanh"),
     "hidden_activation": ("gelu_pytorch_tanh",),
@@ -482,85 +369,6 @@ def _fits_gemma(model: ModelConfig) -> bool:
     )
 
 
-GEMMA = _decoder(
-    name="GemmaForCausalLM",
-    model_type="gemma",
-    defaults={"num_key_value_heads": 16, "head_dim": 256},
-    head=tied(True),
-    further_rules=(SCALED_EMBEDDING,),
-    only={
-        **_GEMMA_ONLY,
-        "hidden_act": ("gelu_pytorch_tanh", "gelu"),
-        "hidden_activation": (None, "gelu_pytorch_tanh"),
-    },
-    block=_GEMMA_BLOCK,
-    also=_fits_gemma,
-)
-FALCON = Architecture(
-    name="FalconForCausalLM",
-    model_type="falcon",
-    prefix="transformer.",
-    fields=(
-        *_FIELDS,
-        Field("layer_norm_epsilon", "layernorm_epsilon", 1e-5),
-        Field("ffn_hidden_size", "ffn_hidden_size", None),
-        Field("max_position_embeddings", "max_position_embeddings", 2048),
-    ),
-    rules=(NEW_FALCON, ROTARY, tied(True), NO_DROPOUT),
-    only={
-        "activation": ("gelu",),
-        "alibi": (False,),
-        "parallel_attn": (True,),
-        "bias": (False,),
-        "hidden_dropout": (0.0,),
-        "num_ln_in_parallel_attn": (2, None),
-    },
-    block={
-        **_DECODER_BLOCK,
-        "normalization": "LayerNorm",
-        "swiglu": False,
-        "squared_relu": False,
-        "openai_gelu": False,
-        "parallel_residual": True,
-    },
-    places=_places(
-        prefix="h.{}.",
-        layer={
-            "input_layernorm": "ln_attn",
-            "self_attention.linear_qkv": "self_attention.query_key_value",
-            "self_attention.linear_proj": "self_attention.dense",
-            "pre_mlp_layernorm": "ln_mlp",
-            "mlp.linear_fc1": "mlp.dense_h_to_4h",
-            "mlp.linear_fc2": "mlp.dense_4h_to_h",
-        },
-        outside={_WORD_EMBEDDINGS: "word_embeddings", _FINAL_NORM: "ln_f", OUTPUT: "lm_head"},
-    ),
-    own_head_size=False,
-)
-
-SMOLLM3 = _decoder(
-    name="SmolLM3ForCausalLM",
-    model_type="smollm3",
-    defaults={"num_key_value_heads": 4, "rope_theta": 2e6},
-    head=tied(True),
-    further_rules=(
-        FULL_ATTENTION,
-        NO_ROPE_LAYERS,
-        no_padding(128004),
-    ),
-    only={
-        **_NO_WINDOW,
-        **_NO_BIAS,
-        "mlp_bias": (False,),
-        "pretraining_tp": (1, 2, None),  # transformers' class does not read it
-    },
-)
-MINISTRAL = _decoder(
-    name="MinistralForCausalLM",
-    model_type="ministral",
-    defaults={"num_key_value_heads": 8},
-    further_rules=(windows_by_layer(4096),),
-)
 # Norms of the outputs of attention and the MLP, and around both.
 _POST_PLACES = _places(
     {
@@ -570,105 +378,6 @@ _POST_PLACES = _places(
 )
 _SANDWICH_PLACES = _POST_PLACES | _places({"pre_mlp_layernorm": "pre_feedforward_layernorm"})
 _QK_NORM_ALL_HEADS = {"qk_layernorm": True, "qk_layernorm_all_heads": True}
-OLMO2 = _decoder(
-    name="Olmo2ForCausalLM",
-    model_type="olmo2",
-    further_fields=(_LARGER_EPSILON,),
-    only=_NO_BIAS,
-    block={**_QK_NORM_ALL_HEADS, "norm_placement": "post"},
-    places=_POST_PLACES,
-    own_head_size=False,
-)
-OLMO3 = _decoder(
-    name="Olmo3ForCausalLM",
-    model_type="olmo3",
-    further_fields=(_LARGER_EPSILON,),
-    rope=rotary_by_layer(500000.0, 500000.0, name=None, every=4),
-    further_rules=(windows_by_layer(4096, every=4),),
-    only=_NO_BIAS,
-    block={**_QK_NORM_ALL_HEADS, "norm_placement": "post"},
-    places=_POST_PLACES,
-    own_head_size=False,
-    also=scales_full_layers_alone,
-)
-EXAONE4 = _decoder(
-    name="Exaone4ForCausalLM",
-    model_type="exaone4",
-    defaults={"num_key_value_heads": 32},
-    further_fields=(_LARGER_EPSILON,),
-    further_rules=(
-        windows_by_layer(4096, every=4),
-        no_rope_in_full_layers(4096, every=4, without_windows=False),
-    ),
-    only={"reorder_qk_norm": (True,)},
-    block={"qk_layernorm": True, "norm_placement": "post"},
-    places=_POST_PLACES,
-    also=lambda model: (
-        rotates_windows_alone(model) or model.window is None and model.no_rope_freq is None
-    ),
-)
-GEMMA2 = _decoder(
-    name="Gemma2ForCausalLM",
-    model_type="gemma2",
-    defaults={"num_key_value_heads": 4, "head_dim": 256},
-    further_fields=(
-        Field("attn_logit_softcapping", "attn_logit_softcapping", 50.0),
-        Field("final_logit_softcapping", "final_logit_softcapping", 30.0),
-    ),
-    head=tied(True),
-    further_rules=(
-        SCALED_EMBEDDING,
-        QUERY_SCALE,
-        windows_by_layer(4096, every=2),
-    ),
-    only=_GEMMA_ONLY,
-    block={**_GEMMA_BLOCK, "norm_placement": "both"},
-    places=_SANDWICH_PLACES,
-    also=_fits_gemma,
-)
-GEMMA3 = _decoder(
-    name="Gemma3ForCausalLM",
-    model_type="gemma3_text",
-    defaults={
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "vocab_size": 262208,
-        "max_position_embeddings": 131072,
-    },
-    further_fields=(Field("final_logit_softcapping", "final_logit_softcapping", None),),
-    rope=rotary_by_layer(1e6, 1e4, name="rope_local_base_freq", every=6),
-    head=tied(True),
-    further_rules=(
-        SCALED_EMBEDDING,
-        QUERY_SCALE,
-        windows_by_layer(4096, every=6),
-    ),
-    only={**_GEMMA_ONLY, "attn_logit_softcapping": (None,)},
-    block={**_GEMMA_BLOCK, "norm_placement": "both", "qk_layernorm": True},
-    places=_SANDWICH_PLACES,
-    also=_fits_gemma,
-)
-COHERE2 = _decoder(
-    name="Cohere2ForCausalLM",
-    model_type="cohere2",
-    further_fields=(Field("layer_norm_eps", "layernorm_epsilon", 1e-5),),
-    head=tied(True),
-    further_rules=(
-        LOGIT_SCALE,
-        windows_by_layer(4096, every=4),
-        no_rope_in_full_layers(4096, every=4, without_windows=True),
-    ),
-    only=_NO_BIAS,
-    block={
-        "normalization": "LayerNormWithoutBias",
-        "parallel_residual": True,
-        "parallel_shared_norm": True,
-        "rotary_interleaved": True,
-    },
-    own_head_size=False,
-    also=rotates_windows_alone,
-)
 
 _EXPERT_BLOCK = {
     "moe_router_score_function": "softmax",
@@ -695,99 +404,19 @@ _EXPERT_PLACES = _places(
 _NO_SHARED = {"moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False}
 _ROUTER_TOPK = Field("num_experts_per_tok", "moe_router_topk")
 _EXPERT_WIDTH = Field("moe_intermediate_size", "moe_ffn_hidden_size")
-MIXTRAL = _decoder(
-    name="MixtralForCausalLM",
-    model_type="mixtral",
-    defaults={"num_key_value_heads": 8, "rope_theta": 1e6},
-    further_rules=(window(None),),
-    further_fields=(
-        _LARGER_EPSILON,
-        _ROUTER_TOPK,
-        Field("num_local_experts", "num_experts"),
-    ),
-    only={"router_jitter_noise": (0.0,)},
-    block={**_EXPERT_BLOCK, **_NO_SHARED, "moe_router_pre_softmax": False, "moe_layer_freq": "1"},
-    also=lambda model: model.moe_ffn_hidden_size == model.ffn_hidden_size,
-    places=_EXPERT_PLACES
-    | _places(
-        prefix="layers.{}.block_sparse_moe.",
-        layer={
-            "mlp.router": "gate",
-            "mlp.experts.linear_fc1": Counterpart(
-                ("experts.{expert}.w1", "experts.{expert}.w3"), stacked_of_expert
-            ),
-            "mlp.experts.linear_fc2": Counterpart(("experts.{expert}.w2",), stacked),
-        },
-    ),
-)
 _SPARSE_RULES = (FULL_ATTENTION, EXPERTS, SPARSE_LAYERS)
-QWEN2_MOE = _decoder(
-    name="Qwen2MoeForCausalLM",
-    model_type="qwen2_moe",
-    defaults={"num_key_value_heads": 16},
-    further_rules=_SPARSE_RULES,
-    places=_EXPERT_PLACES,
-    further_fields=(
-        _ROUTER_TOPK,
-        _EXPERT_WIDTH,
-        Field("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
-    ),
-    only={**_NO_WINDOW, "qkv_bias": (True,)},
-    block={**_EXPERT_BLOCK, "moe_shared_expert_gate": True, "add_qkv_bias": True},
-)
-QWEN3_MOE = _decoder(
-    name="Qwen3MoeForCausalLM",
-    model_type="qwen3_moe",
-    defaults={"num_key_value_heads": 4},
-    further_rules=_SPARSE_RULES,
-    places=_EXPERT_PLACES,
-    further_fields=(_ROUTER_TOPK, _EXPERT_WIDTH),
-    only={
-        **_NO_WINDOW,
-        **_NO_BIAS,
-        "shared_expert_intermediate_size": (None, 0),
-        "use_qk_norm": (None, True),
-    },
-    block={**_EXPERT_BLOCK, **_NO_SHARED, "qk_layernorm": True},
-)
-OLMOE = _decoder(
-    name="OlmoeForCausalLM",
-    model_type="olmoe",
-    places=_EXPERT_PLACES,
-    further_rules=(EXPERTS,),
-    further_fields=(_LARGER_EPSILON, _ROUTER_TOPK),
-    only={**_NO_BIAS, "clip_qkv": (None,)},
-    block={**_EXPERT_BLOCK, **_NO_SHARED, **_QK_NORM_ALL_HEADS, "moe_layer_freq": "1"},
-    also=lambda model: model.moe_ffn_hidden_size == model.ffn_hidden_size,
-    own_head_size=False,
-)
 GLM = _decoder(
-    name="GlmForCausalLM",
-    model_type="glm",
+    "GlmForCausalLM",
+    "glm",
     defaults={"num_key_value_heads": 2, "head_dim": 128},
-    further_fields=(
+    more=(
         Field("rms_norm_eps", "layernorm_epsilon", 1.5625e-07),
         Field("attention_bias", "add_qkv_bias", True),
+        no_padding(151329),
     ),
     rope=rotary(0.5),
-    further_rules=(no_padding(151329),),
     block={"rotary_interleaved": True},
     places=_places({"mlp.linear_fc1": Counterpart(("mlp.gate_up_proj",), fused_stacked)}),
-)
-GLM4 = replace(
-    GLM,
-    name="Glm4ForCausalLM",
-    model_type="glm4",
-    block={**GLM.block, "norm_placement": "both"},
-    places={
-        **GLM.places,
-        **_places(
-            {
-                "post_self_attn_layernorm": "post_self_attn_layernorm",
-                "post_mlp_layernorm": "post_mlp_layernorm",
-            },
-        ),
-    },
 )
 _SIGMOID_EXPERT_BLOCK = {
     "moe_router_score_function": "sigmoid",
@@ -823,24 +452,6 @@ def _fits_first_dense(model: ModelConfig) -> bool:
     return has_shared_experts(model) and dense_before_experts(model)
 
 
-GLM4_MOE = _decoder(
-    name="Glm4MoeForCausalLM",
-    model_type="glm4_moe",
-    defaults={"num_key_value_heads": 8},
-    further_fields=(
-        _LARGER_EPSILON,
-        Field("attention_bias", "add_qkv_bias", False),
-        Field("use_qk_norm", "qk_layernorm", False),
-        _ROUTED_EXPERTS,
-        _ROUTER_TOPK,
-    ),
-    rope=rotary(0.5),
-    further_rules=(EXPERT_WIDTHS, GROUPS, FIRST_DENSE, PREDICTIONS),
-    only={"norm_topk_prob": (True,)},
-    block=_SIGMOID_EXPERT_BLOCK,
-    places=_SHARED_EXPERT_PLACES | PREDICTION_PLACES,
-    also=_fits_first_dense,
-)
 _LATENT_BLOCK = {
     "multi_latent_attention": True,
     "qk_layernorm": True,
@@ -871,37 +482,6 @@ def _has_latent_epsilon(model: ModelConfig) -> bool:
     return model.latent_epsilon == LATENT_EPSILON
 
 
-DEEPSEEK_V2 = _decoder(
-    name="DeepseekV2ForCausalLM",
-    model_type="deepseek_v2",
-    defaults={
-        "n_shared_experts": 2,
-        "moe_intermediate_size": 1407,
-        "first_k_dense_replace": 0,
-    },
-    further_fields=(*_LATENT_FIELDS, _VALUE_SIZE, _ROUTED_EXPERTS, _ROUTER_TOPK),
-    rules=(*_LATENT_RULES, _UNTIED_HEAD, EXPERT_WIDTHS, GREEDY_GROUPS, FIRST_DENSE),
-    only={
-        **_NO_BIAS,
-        "mlp_bias": (False,),
-        "norm_topk_prob": (False,),
-        "scoring_func": ("softmax",),
-        "moe_layer_freq": (1,),
-    },
-    block={
-        **_LATENT_BLOCK,
-        "moe_router_score_function": "softmax",
-        "moe_router_pre_softmax": True,
-        "moe_router_enable_expert_bias": False,
-        "moe_shared_expert_gate": False,
-    },
-    places=_SHARED_EXPERT_PLACES | _LATENT_PLACES,
-    also=lambda model: (
-        _has_latent_epsilon(model)
-        and has_shared_experts(model, scored=1)
-        and dense_before_experts(model)
-    ),
-)
 _SIGMOID_ONLY = {
     **_NO_BIAS,
     "rope_interleave": (True,),
@@ -911,8 +491,8 @@ _SIGMOID_ONLY = {
     "moe_layer_freq": (1,),
 }
 DEEPSEEK_V3 = _decoder(
-    name="DeepseekV3ForCausalLM",
-    model_type="deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    "deepseek_v3",
     defaults={
         "n_group": 8,
         "topk_group": 4,
@@ -920,69 +500,17 @@ DEEPSEEK_V3 = _decoder(
         "routed_scaling_factor": 2.5,
         "first_k_dense_replace": 3,
     },
-    further_fields=(*_LATENT_FIELDS, _VALUE_SIZE, _ROUTED_EXPERTS, _ROUTER_TOPK),
+    more=(
+        *_LATENT_FIELDS,
+        _VALUE_SIZE,
+        _ROUTED_EXPERTS,
+        _ROUTER_TOPK,
+    ),
     rules=(*_LATENT_RULES, _UNTIED_HEAD, EXPERT_WIDTHS, GROUPS, FIRST_DENSE, PREDICTIONS),
     only=_SIGMOID_ONLY,
     block={**_LATENT_BLOCK, **_SIGMOID_EXPERT_BLOCK},
     places=_SHARED_EXPERT_PLACES | _LATENT_PLACES | PREDICTION_PLACES,
     also=lambda model: _has_latent_epsilon(model) and _fits_first_dense(model),
-)
-KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")
-GLM4_MOE_LITE = _decoder(
-    name="Glm4MoeLiteForCausalLM",
-    model_type="glm4_moe_lite",
-    defaults={
-        "moe_intermediate_size": 1536,
-        "routed_scaling_factor": 1.8,
-        "rms_norm_eps": 1e-5,
-    },
-    further_fields=(
-        *_LATENT_FIELDS,
-        _VALUE_SIZE,
-        _LARGER_EPSILON,
-        _ROUTED_EXPERTS,
-        _ROUTER_TOPK,
-    ),
-    rules=(*_LATENT_RULES, _UNTIED_HEAD, EXPERT_WIDTHS, GROUPS, MLP_LAYERS, PREDICTIONS),
-    only=_SIGMOID_ONLY,
-    block={**_LATENT_BLOCK, **_SIGMOID_EXPERT_BLOCK},
-    places=_SHARED_EXPERT_PLACES | _LATENT_PLACES | PREDICTION_PLACES,
-    also=lambda model: (
-        _has_latent_epsilon(model)
-        and has_shared_experts(model)
-        and (not model.predictions or model.mlps[-1] == "experts")
-    ),
-)
-MINICPM3 = _decoder(
-    name="MiniCPM3ForCausalLM",
-    model_type="minicpm3",
-    defaults={
-        "rms_norm_eps": 1e-5,
-        "initializer_range": 0.1,
-        "scale_depth": 1.4,
-        "dim_model_base": 256,
-    },
-    further_fields=(*_LATENT_FIELDS, _LARGER_EPSILON),
-    rules=(*_LATENT_RULES, tied(True), SCALED_DEPTH),
-    only={**_NO_BIAS, "mlp_bias": (False,)},
-    block=_LATENT_BLOCK,
-    places={
-        **_LATENT_PLACES,
-        **_places(
-            {
-                "self_attention.linear_q_proj": Counterpart(
-                    ("self_attn.q_proj",), queries_in_halves
-                ),
-                "self_attention.linear_q_up_proj": Counterpart(
-                    ("self_attn.q_b_proj",), queries_in_halves
-                ),
-                "self_attention.linear_kv_down_proj": Counterpart(
-                    ("self_attn.kv_a_proj_with_mqa",), keys_in_halves
-                ),
-            }
-        ),
-    },
-    also=lambda model: _has_latent_epsilon(model) and divides_logits(model),
 )
 _DELTA_NET_FIELDS = tuple(
     Field(name, name, default)
@@ -1013,32 +541,6 @@ _DELTA_NET_PLACES = _places(
 _SHARED_EXPERT_WIDTH = Field(
     "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", 512
 )
-QWEN3_NEXT = _decoder(
-    name="Qwen3NextForCausalLM",
-    model_type="qwen3_next",
-    defaults={
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "num_experts": 512,
-        "norm_topk_prob": True,
-    },
-    rope=rotary(0.25),
-    further_rules=(
-        LINEAR_LAYERS,
-        EXPERTS,
-        SPARSE_LAYERS,
-    ),
-    further_fields=(
-        _ROUTER_TOPK,
-        _EXPERT_WIDTH,
-        _SHARED_EXPERT_WIDTH,
-        *_DELTA_NET_FIELDS,
-    ),
-    only=_NO_BIAS,
-    block={**_EXPERT_BLOCK, **_DELTA_NET_BLOCK, "moe_shared_expert_gate": True},
-    places=_EXPERT_PLACES | _DELTA_NET_PLACES,
-    leaves_predictions_out=True,
-)
 _QWEN3_5_PLACES = _DELTA_NET_PLACES | _places(
     prefix="layers.{}.linear_attn.",
     layer={
@@ -1052,67 +554,6 @@ _QWEN3_5_ONLY = {
     "attn_output_gate": (True,),
     "output_gate_type": (None, "swish"),  # of a gated delta net's norm
 }
-QWEN3_5 = _decoder(
-    name="Qwen3_5ForCausalLM",
-    model_type="qwen3_5_text",
-    defaults={"num_key_value_heads": 4, "head_dim": 256},
-    rope=ROTARY_OF_TEXT,
-    further_rules=(LINEAR_LAYERS,),
-    further_fields=_DELTA_NET_FIELDS,
-    only=_QWEN3_5_ONLY,
-    block=_DELTA_NET_BLOCK,
-    places=_QWEN3_5_PLACES,
-    leaves_predictions_out=True,
-)
-QWEN3_5_MOE = _decoder(
-    name="Qwen3_5MoeForCausalLM",
-    model_type="qwen3_5_moe_text",
-    defaults={"num_key_value_heads": 2, "head_dim": 256, "num_experts": 256},
-    rope=ROTARY_OF_TEXT,
-    further_rules=(
-        LINEAR_LAYERS,
-        NORMALISED_EXPERTS,
-    ),
-    fields=(
-        *_FIELDS,
-        _MAX_POSITIONS,
-        _EPSILON,
-        Field("num_experts_per_tok", "moe_router_topk", 8),
-        Field("moe_intermediate_size", "moe_ffn_hidden_size", 512),
-        _SHARED_EXPERT_WIDTH,
-        *_DELTA_NET_FIELDS,
-    ),
-    only=_QWEN3_5_ONLY,
-    block={
-        **_EXPERT_BLOCK,
-        **_DELTA_NET_BLOCK,
-        "moe_shared_expert_gate": True,
-        "moe_router_pre_softmax": False,
-        "moe_layer_freq": "1",
-    },
-    places=_EXPERT_PLACES | _QWEN3_5_PLACES,
-    leaves_predictions_out=True,
-)
-GRANITE_HYBRID = _decoder(
-    name="GraniteMoeHybridForCausalLM",
-    model_type="granitemoehybrid",
-    defaults={"position_embedding_type": None, "num_local_experts": 8},
-    further_fields=(Field("shared_intermediate_size", "ffn_hidden_size", 1024),),
-    further_rules=(MULTIPLIED, ATTENTION_LAYERS),
-    only={
-        **_NO_BIAS,
-        "position_embedding_type": ("rope",),
-        "num_local_experts": (0,),
-        "normalization_function": ("rmsnorm",),
-    },
-    places=_places(
-        prefix="layers.{}.shared_mlp.",
-        layer={
-            "mlp.linear_fc1": Counterpart(("input_linear",), fused_stacked),
-            "mlp.linear_fc2": "output_linear",
-        },
-    ),
-)
 
 _GPT_OSS_EXPERTS = _places(
     {
@@ -1122,133 +563,648 @@ _GPT_OSS_EXPERTS = _places(
         ),
     },
 )
-GPT_OSS = _decoder(
-    name="GptOssForCausalLM",
-    model_type="gpt_oss",
-    defaults={"num_key_value_heads": 8, "head_dim": 64},
-    further_fields=(
-        _LARGER_EPSILON,
-        _ROUTER_TOPK,
-        Field("num_local_experts", "num_experts"),
-        Field("swiglu_limit", "activation_func_clamp_value", 7.0),
-    ),
-    rope=named_rotary(
-        {
-            "rope_type": "yarn",
-            "rope_theta": 150000.0,
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 4096,
-        }
-    ),
-    further_rules=(windows_by_layer(128, every=2),),
-    only={"attention_bias": (True,), "swiglu_alpha": (QUICK,)},
-    block={
-        **_EXPERT_BLOCK,
-        **_NO_SHARED,
-        "moe_router_pre_softmax": False,
-        "moe_layer_freq": "1",
-        "disable_bias_linear": False,
-        "swiglu": False,
-        "quick_geglu": True,
-        "glu_linear_offset": 1.0,
-        "softmax_type": LEARNABLE,
-    },
-    also=lambda model: (
-        model.moe_ffn_hidden_size == model.ffn_hidden_size
-        and model.activation_func_clamp_value is not None
-    ),
-    places=_places(
-        {
-            "self_attention.core_attention.softmax_offset": "self_attn.sinks",
-            "mlp.router": "mlp.router",
-            "mlp.experts.linear_fc1.bias": Counterpart(
-                ("mlp.experts.gate_up_proj_bias",), interleaved
-            ),
-            "mlp.experts.linear_fc2.bias": "mlp.experts.down_proj_bias",
-        },
-    )
-    | _GPT_OSS_EXPERTS,
-    experts=_GPT_OSS_EXPERTS,
-)
-APERTUS = _decoder(
-    name="ApertusForCausalLM",
-    model_type="apertus",
-    further_fields=(_LARGER_EPSILON,),
-    rope=named_rotary(
-        {
-            "rope_type": "llama3",
-            "rope_theta": 12000000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
-    ),
-    only={
-        "hidden_act": ("xielu",),
-        **_NO_BIAS,
-        "mlp_bias": (False,),
-        "post_norm": (False,),
-        "qk_norm": (True,),
-    },
-    block={"qk_layernorm": True, "swiglu": False, "squared_relu": False, "xielu": True},
-    places=_places(
-        {
-            "input_layernorm": "attention_layernorm",
-            "pre_mlp_layernorm": "feedforward_layernorm",
-            "mlp.linear_fc1": "mlp.up_proj",
-            "mlp.activation.alpha_p": "mlp.act_fn.alpha_p",
-            "mlp.activation.alpha_n": "mlp.act_fn.alpha_n",
-        },
-    ),
-    constants={
-        "layers.{}.mlp.act_fn.beta": XIELU_BETA,
-        "layers.{}.mlp.act_fn.eps": XIELU_LIMIT,
-    },
-)
 
 ARCHITECTURES = [
     GPT2,
     LLAMA,
-    MISTRAL,
-    QWEN2,
-    QWEN3,
-    PHI3,
-    STABLELM,
-    OLMO,
-    GPT_NEOX,
-    GRANITE,
-    GEMMA,
-    FALCON,
-    MIXTRAL,
-    QWEN2_MOE,
-    QWEN3_MOE,
-    OLMOE,
-    SMOLLM3,
-    MINISTRAL,
-    OLMO2,
-    OLMO3,
-    EXAONE4,
-    GEMMA2,
-    GEMMA3,
-    COHERE2,
+    _decoder(
+        "MistralForCausalLM",
+        "mistral",
+        defaults={"num_key_value_heads": 8},
+        more=(window(4096),),
+    ),
+    _decoder(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        defaults={"num_key_value_heads": 32},
+        more=(FULL_ATTENTION,),
+        only=_NO_WINDOW,
+        block={"add_qkv_bias": True},
+    ),
+    _decoder(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        defaults={"num_key_value_heads": 32, "head_dim": 128},
+        more=(FULL_ATTENTION,),
+        only={**_NO_WINDOW, **_NO_BIAS},
+        block={"qk_layernorm": True},
+    ),
+    _decoder(
+        "Phi3ForCausalLM",
+        "phi3",
+        rules=(HEADS, rotary(1.0, ("default",)), window(None), _UNTIED_HEAD, no_padding(32000)),
+        more=(_LARGER_EPSILON, Field("resid_pdrop", "hidden_dropout", 0.0)),
+        only={"embd_pdrop": (0.0,)},
+        block={
+            "position_embedding_type": ROPE,
+            **_defaults(lambda each: each.topic == SCALING),
+        },
+        places=_places(
+            {
+                "self_attention.linear_qkv": Counterpart(
+                    ("self_attn.qkv_proj",), fused_query_key_value
+                ),
+                "mlp.linear_fc1": Counterpart(("mlp.gate_up_proj",), fused_stacked),
+            },
+        ),
+    ),
+    _decoder(
+        "StableLmForCausalLM",
+        "stablelm",
+        defaults={"num_key_value_heads": 32},
+        rope=rotary(0.25),
+        more=(
+            Field("layer_norm_eps", "layernorm_epsilon", 1e-5),
+            Field("use_qkv_bias", "add_qkv_bias", False),
+        ),
+        only={
+            "use_parallel_residual": (False,),
+            "qk_layernorm": (False,),
+            "hidden_dropout": (0.0,),
+        },
+        block={"normalization": "LayerNorm"},
+        own_head_size=False,
+    ),
+    _decoder(
+        "OlmoForCausalLM",
+        "olmo",
+        fields=_SIZE_FIELDS,
+        only={**_NO_BIAS, "clip_qkv": (None,)},
+        block={"normalization": "PlainLayerNorm", "layernorm_epsilon": 1e-5},
+    ),
+    _decoder(
+        "GPTNeoXForCausalLM",
+        "gpt_neox",
+        prefix="gpt_neox.",
+        more=(
+            Field("layer_norm_eps", "layernorm_epsilon", 1e-5),
+            Field("hidden_dropout", "hidden_dropout", 0.0),
+            Field("use_parallel_residual", "parallel_residual", True),
+        ),
+        rules=(
+            rotary(0.25, names=("rotary_emb_base", "rotary_pct")),
+            _UNTIED_HEAD,
+            Rule(lambda config: {}, sets=("add_qkv_bias",)),  # the other biases include it
+        ),
+        only={"hidden_act": ("gelu",), "attention_bias": (True,)},
+        block={
+            "normalization": "LayerNorm",
+            "disable_bias_linear": False,
+            "swiglu": False,
+            "squared_relu": False,
+            "bias_gelu_fusion": False,
+            "openai_gelu": False,
+            "group_query_attention": False,
+        },
+        places=_places(
+            {
+                "input_layernorm": "input_layernorm",
+                "self_attention.linear_qkv": "attention.query_key_value",
+                "self_attention.linear_proj": "attention.dense",
+                "pre_mlp_layernorm": "post_attention_layernorm",
+                "mlp.linear_fc1": "mlp.dense_h_to_4h",
+                "mlp.linear_fc2": "mlp.dense_4h_to_h",
+            },
+            outside={
+                _WORD_EMBEDDINGS: "embed_in",
+                _FINAL_NORM: "final_layer_norm",
+                OUTPUT: "embed_out",
+            },
+        ),
+        unused=re.compile(
+            r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)"
+        ),
+        own_head_size=False,
+    ),
+    _decoder(
+        "GraniteForCausalLM",
+        "granite",
+        more=(MULTIPLIED,),
+        only=_NO_BIASES,
+    ),
+    _decoder(
+        "GemmaForCausalLM",
+        "gemma",
+        defaults={"num_key_value_heads": 16, "head_dim": 256},
+        head=tied(True),
+        more=(SCALED_EMBEDDING,),
+        only={
+            **_GEMMA_ONLY,
+            "hidden_act": ("gelu_pytorch_tanh", "gelu"),
+            "hidden_activation": (None, "gelu_pytorch_tanh"),
+        },
+        block=_GEMMA_BLOCK,
+        also=_fits_gemma,
+    ),
+    Architecture(
+        name="FalconForCausalLM",
+        model_type="falcon",
+        prefix="transformer.",
+        fields=(
+            *_FIELDS,
+            Field("layer_norm_epsilon", "layernorm_epsilon", 1e-5),
+            Field("ffn_hidden_size", "ffn_hidden_size", None),
+            Field("max_position_embeddings", "max_position_embeddings", 2048),
+        ),
+        rules=(NEW_FALCON, ROTARY, tied(True), NO_DROPOUT),
+        only={
+            "activation": ("gelu",),
+            "alibi": (False,),
+            "parallel_attn": (True,),
+            "bias": (False,),
+            "hidden_dropout": (0.0,),
+            "num_ln_in_parallel_attn": (2, None),
+        },
+        block={
+            **_DECODER_BLOCK,
+            "normalization": "LayerNorm",
+            "swiglu": False,
+            "squared_relu": False,
+            "openai_gelu": False,
+            "parallel_residual": True,
+        },
+        places=_places(
+            prefix="h.{}.",
+            layer={
+                "input_layernorm": "ln_attn",
+                "self_attention.linear_qkv": "self_attention.query_key_value",
+                "self_attention.linear_proj": "self_attention.dense",
+                "pre_mlp_layernorm": "ln_mlp",
+                "mlp.linear_fc1": "mlp.dense_h_to_4h",
+                "mlp.linear_fc2": "mlp.dense_4h_to_h",
+            },
+            outside={_WORD_EMBEDDINGS: "word_embeddings", _FINAL_NORM: "ln_f", OUTPUT: "lm_head"},
+        ),
+        own_head_size=False,
+    ),
+    _decoder(
+        "MixtralForCausalLM",
+        "mixtral",
+        defaults={"num_key_value_heads": 8, "rope_theta": 1e6},
+        more=(
+            _LARGER_EPSILON,
+            _ROUTER_TOPK,
+            Field("num_local_experts", "num_experts"),
+            window(None),
+        ),
+        only={"router_jitter_noise": (0.0,)},
+        block={
+            **_EXPERT_BLOCK,
+            **_NO_SHARED,
+            "moe_router_pre_softmax": False,
+            "moe_layer_freq": "1",
+        },
+        also=lambda model: model.moe_ffn_hidden_size == model.ffn_hidden_size,
+        places=_EXPERT_PLACES
+        | _places(
+            prefix="layers.{}.block_sparse_moe.",
+            layer={
+                "mlp.router": "gate",
+                "mlp.experts.linear_fc1": Counterpart(
+                    ("experts.{expert}.w1", "experts.{expert}.w3"), stacked_of_expert
+                ),
+                "mlp.experts.linear_fc2": Counterpart(("experts.{expert}.w2",), stacked),
+            },
+        ),
+    ),
+    _decoder(
+        "Qwen2MoeForCausalLM",
+        "qwen2_moe",
+        defaults={"num_key_value_heads": 16},
+        more=(
+            _ROUTER_TOPK,
+            _EXPERT_WIDTH,
+            Field("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+            *_SPARSE_RULES,
+        ),
+        places=_EXPERT_PLACES,
+        only={**_NO_WINDOW, "qkv_bias": (True,)},
+        block={**_EXPERT_BLOCK, "moe_shared_expert_gate": True, "add_qkv_bias": True},
+    ),
+    _decoder(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        defaults={"num_key_value_heads": 4},
+        more=(_ROUTER_TOPK, _EXPERT_WIDTH, *_SPARSE_RULES),
+        places=_EXPERT_PLACES,
+        only={
+            **_NO_WINDOW,
+            **_NO_BIAS,
+            "shared_expert_intermediate_size": (None, 0),
+            "use_qk_norm": (None, True),
+        },
+        block={**_EXPERT_BLOCK, **_NO_SHARED, "qk_layernorm": True},
+    ),
+    _decoder(
+        "OlmoeForCausalLM",
+        "olmoe",
+        places=_EXPERT_PLACES,
+        more=(_LARGER_EPSILON, _ROUTER_TOPK, EXPERTS),
+        only={**_NO_BIAS, "clip_qkv": (None,)},
+        block={**_EXPERT_BLOCK, **_NO_SHARED, **_QK_NORM_ALL_HEADS, "moe_layer_freq": "1"},
+        also=lambda model: model.moe_ffn_hidden_size == model.ffn_hidden_size,
+        own_head_size=False,
+    ),
+    _decoder(
+        "SmolLM3ForCausalLM",
+        "smollm3",
+        defaults={"num_key_value_heads": 4, "rope_theta": 2e6},
+        head=tied(True),
+        more=(FULL_ATTENTION, NO_ROPE_LAYERS, no_padding(128004)),
+        only={
+            **_NO_WINDOW,
+            **_NO_BIASES,
+            "pretraining_tp": (1, 2, None),  # transformers' class does not read it
+        },
+    ),
+    _decoder(
+        "MinistralForCausalLM",
+        "ministral",
+        defaults={"num_key_value_heads": 8},
+        more=(windows_by_layer(4096),),
+    ),
+    _decoder(
+        "Olmo2ForCausalLM",
+        "olmo2",
+        more=(_LARGER_EPSILON,),
+        only=_NO_BIAS,
+        block={**_QK_NORM_ALL_HEADS, "norm_placement": "post"},
+        places=_POST_PLACES,
+        own_head_size=False,
+    ),
+    _decoder(
+        "Olmo3ForCausalLM",
+        "olmo3",
+        more=(_LARGER_EPSILON, windows_by_layer(4096, every=4)),
+        rope=rotary_by_layer(500000.0, 500000.0, name=None, every=4),
+        only=_NO_BIAS,
+        block={**_QK_NORM_ALL_HEADS, "norm_placement": "post"},
+        places=_POST_PLACES,
+        own_head_size=False,
+        also=scales_full_layers_alone,
+    ),
+    _decoder(
+        "Exaone4ForCausalLM",
+        "exaone4",
+        defaults={"num_key_value_heads": 32},
+        more=(
+            _LARGER_EPSILON,
+            windows_by_layer(4096, every=4),
+            no_rope_in_full_layers(4096, every=4, without_windows=False),
+        ),
+        only={"reorder_qk_norm": (True,)},
+        block={"qk_layernorm": True, "norm_placement": "post"},
+        places=_POST_PLACES,
+        also=lambda model: (
+            rotates_windows_alone(model) or model.window is None and model.no_rope_freq is None
+        ),
+    ),
+    _decoder(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        defaults={"num_key_value_heads": 4, "head_dim": 256},
+        more=(
+            Field("attn_logit_softcapping", "attn_logit_softcapping", 50.0),
+            Field("final_logit_softcapping", "final_logit_softcapping", 30.0),
+            SCALED_EMBEDDING,
+            QUERY_SCALE,
+            windows_by_layer(4096, every=2),
+        ),
+        head=tied(True),
+        only=_GEMMA_ONLY,
+        block={**_GEMMA_BLOCK, "norm_placement": "both"},
+        places=_SANDWICH_PLACES,
+        also=_fits_gemma,
+    ),
+    _decoder(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        defaults={
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "vocab_size": 262208,
+            "max_position_embeddings": 131072,
+        },
+        more=(
+            Field("final_logit_softcapping", "final_logit_softcapping", None),
+            SCALED_EMBEDDING,
+            QUERY_SCALE,
+            windows_by_layer(4096, every=6),
+        ),
+        rope=rotary_by_layer(1e6, 1e4, name="rope_local_base_freq", every=6),
+        head=tied(True),
+        only={**_GEMMA_ONLY, "attn_logit_softcapping": (None,)},
+        block={**_GEMMA_BLOCK, "norm_placement": "both", "qk_layernorm": True},
+        places=_SANDWICH_PLACES,
+        also=_fits_gemma,
+    ),
+    _decoder(
+        "Cohere2ForCausalLM",
+        "cohere2",
+        more=(
+            Field("layer_norm_eps", "layernorm_epsilon", 1e-5),
+            LOGIT_SCALE,
+            windows_by_layer(4096, every=4),
+            no_rope_in_full_layers(4096, every=4, without_windows=True),
+        ),
+        head=tied(True),
+        only=_NO_BIAS,
+        block={
+            "normalization": "LayerNormWithoutBias",
+            "parallel_residual": True,
+            "parallel_shared_norm": True,
+            "rotary_interleaved": True,
+        },
+        own_head_size=False,
+        also=rotates_windows_alone,
+    ),
     GLM,
-    GLM4,
-    GLM4_MOE,
-    DEEPSEEK_V2,
+    replace(
+        GLM,
+        name="Glm4ForCausalLM",
+        model_type="glm4",
+        block={**GLM.block, "norm_placement": "both"},
+        places={
+            **GLM.places,
+            **_places(
+                {
+                    "post_self_attn_layernorm": "post_self_attn_layernorm",
+                    "post_mlp_layernorm": "post_mlp_layernorm",
+                },
+            ),
+        },
+    ),
+    _decoder(
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        defaults={"num_key_value_heads": 8},
+        more=(
+            _LARGER_EPSILON,
+            Field("attention_bias", "add_qkv_bias", False),
+            Field("use_qk_norm", "qk_layernorm", False),
+            _ROUTED_EXPERTS,
+            _ROUTER_TOPK,
+            EXPERT_WIDTHS,
+            GROUPS,
+            FIRST_DENSE,
+            PREDICTIONS,
+        ),
+        rope=rotary(0.5),
+        only={"norm_topk_prob": (True,)},
+        block=_SIGMOID_EXPERT_BLOCK,
+        places=_SHARED_EXPERT_PLACES | PREDICTION_PLACES,
+        also=_fits_first_dense,
+    ),
+    _decoder(
+        "DeepseekV2ForCausalLM",
+        "deepseek_v2",
+        defaults={
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 1407,
+            "first_k_dense_replace": 0,
+        },
+        more=(*_LATENT_FIELDS, _VALUE_SIZE, _ROUTED_EXPERTS, _ROUTER_TOPK),
+        rules=(*_LATENT_RULES, _UNTIED_HEAD, EXPERT_WIDTHS, GREEDY_GROUPS, FIRST_DENSE),
+        only={
+            **_NO_BIASES,
+            "norm_topk_prob": (False,),
+            "scoring_func": ("softmax",),
+            "moe_layer_freq": (1,),
+        },
+        block={
+            **_LATENT_BLOCK,
+            "moe_router_score_function": "softmax",
+            "moe_router_pre_softmax": True,
+            "moe_router_enable_expert_bias": False,
+            "moe_shared_expert_gate": False,
+        },
+        places=_SHARED_EXPERT_PLACES | _LATENT_PLACES,
+        also=lambda model: (
+            _has_latent_epsilon(model)
+            and has_shared_experts(model, scored=1)
+            and dense_before_experts(model)
+        ),
+    ),
     DEEPSEEK_V3,
-    KIMI_K2,
-    GLM4_MOE_LITE,
-    MINICPM3,
-    GRANITE_HYBRID,
-    GPT_OSS,
-    APERTUS,
-    QWEN3_5,
-    QWEN3_5_MOE,
-    QWEN3_NEXT,
+    replace(DEEPSEEK_V3, model_type="kimi_k2"),
+    replace(
+        DEEPSEEK_V3,
+        name="Glm4MoeLiteForCausalLM",
+        model_type="glm4_moe_lite",
+        defaults={
+            "moe_intermediate_size": 1536,
+            "routed_scaling_factor": 1.8,
+            "rms_norm_eps": 1e-5,
+        },
+        rules=(*_LATENT_RULES, _UNTIED_HEAD, EXPERT_WIDTHS, GROUPS, MLP_LAYERS, PREDICTIONS),
+        also=lambda model: (
+            _has_latent_epsilon(model)
+            and has_shared_experts(model)
+            and (not model.predictions or model.mlps[-1] == "experts")
+        ),
+    ),
+    _decoder(
+        "MiniCPM3ForCausalLM",
+        "minicpm3",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "initializer_range": 0.1,
+            "scale_depth": 1.4,
+            "dim_model_base": 256,
+        },
+        more=_LATENT_FIELDS,
+        rules=(*_LATENT_RULES, tied(True), SCALED_DEPTH),
+        only=_NO_BIASES,
+        block=_LATENT_BLOCK,
+        places={
+            **_LATENT_PLACES,
+            **_places(
+                {
+                    "self_attention.linear_q_proj": Counterpart(
+                        ("self_attn.q_proj",), queries_in_halves
+                    ),
+                    "self_attention.linear_q_up_proj": Counterpart(
+                        ("self_attn.q_b_proj",), queries_in_halves
+                    ),
+                    "self_attention.linear_kv_down_proj": Counterpart(
+                        ("self_attn.kv_a_proj_with_mqa",), keys_in_halves
+                    ),
+                }
+            ),
+        },
+        also=lambda model: _has_latent_epsilon(model) and divides_logits(model),
+    ),
+    _decoder(
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        defaults={"position_embedding_type": None, "num_local_experts": 8},
+        more=(
+            Field("shared_intermediate_size", "ffn_hidden_size", 1024),
+            MULTIPLIED,
+            ATTENTION_LAYERS,
+        ),
+        only={
+            **_NO_BIAS,
+            "position_embedding_type": ("rope",),
+            "num_local_experts": (0,),
+            "normalization_function": ("rmsnorm",),
+        },
+        places=_places(
+            prefix="layers.{}.shared_mlp.",
+            layer={
+                "mlp.linear_fc1": Counterpart(("input_linear",), fused_stacked),
+                "mlp.linear_fc2": "output_linear",
+            },
+        ),
+    ),
+    _decoder(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        defaults={"num_key_value_heads": 8, "head_dim": 64},
+        more=(
+            _LARGER_EPSILON,
+            _ROUTER_TOPK,
+            Field("num_local_experts", "num_experts"),
+            Field("swiglu_limit", "activation_func_clamp_value", 7.0),
+            windows_by_layer(128, every=2),
+        ),
+        rope=named_rotary(
+            {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            }
+        ),
+        only={"attention_bias": (True,), "swiglu_alpha": (QUICK,)},
+        block={
+            **_EXPERT_BLOCK,
+            **_NO_SHARED,
+            "moe_router_pre_softmax": False,
+            "moe_layer_freq": "1",
+            "disable_bias_linear": False,
+            "swiglu": False,
+            "quick_geglu": True,
+            "glu_linear_offset": 1.0,
+            "softmax_type": LEARNABLE,
+        },
+        also=lambda model: (
+            model.moe_ffn_hidden_size == model.ffn_hidden_size
+            and model.activation_func_clamp_value is not None
+        ),
+        places=_places(
+            {
+                "self_attention.core_attention.softmax_offset": "self_attn.sinks",
+                "mlp.router": "mlp.router",
+                "mlp.experts.linear_fc1.bias": Counterpart(
+                    ("mlp.experts.gate_up_proj_bias",), interleaved
+                ),
+                "mlp.experts.linear_fc2.bias": "mlp.experts.down_proj_bias",
+            },
+        )
+        | _GPT_OSS_EXPERTS,
+        experts=_GPT_OSS_EXPERTS,
+    ),
+    _decoder(
+        "ApertusForCausalLM",
+        "apertus",
+        more=(_LARGER_EPSILON,),
+        rope=named_rotary(
+            {
+                "rope_type": "llama3",
+                "rope_theta": 12000000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            }
+        ),
+        only={
+            "hidden_act": ("xielu",),
+            **_NO_BIASES,
+            "post_norm": (False,),
+            "qk_norm": (True,),
+        },
+        block={"qk_layernorm": True, "swiglu": False, "squared_relu": False, "xielu": True},
+        places=_places(
+            {
+                "input_layernorm": "attention_layernorm",
+                "pre_mlp_layernorm": "feedforward_layernorm",
+                "mlp.linear_fc1": "mlp.up_proj",
+                "mlp.activation.alpha_p": "mlp.act_fn.alpha_p",
+                "mlp.activation.alpha_n": "mlp.act_fn.alpha_n",
+            },
+        ),
+        constants={
+            "layers.{}.mlp.act_fn.beta": XIELU_BETA,
+            "layers.{}.mlp.act_fn.eps": XIELU_LIMIT,
+        },
+    ),
+    _decoder(
+        "Qwen3_5ForCausalLM",
+        "qwen3_5_text",
+        defaults={"num_key_value_heads": 4, "head_dim": 256},
+        rope=ROTARY_OF_TEXT,
+        more=(*_DELTA_NET_FIELDS, LINEAR_LAYERS),
+        only=_QWEN3_5_ONLY,
+        block=_DELTA_NET_BLOCK,
+        places=_QWEN3_5_PLACES,
+        leaves_predictions_out=True,
+    ),
+    _decoder(
+        "Qwen3_5MoeForCausalLM",
+        "qwen3_5_moe_text",
+        defaults={"num_key_value_heads": 2, "head_dim": 256, "num_experts": 256},
+        rope=ROTARY_OF_TEXT,
+        more=(LINEAR_LAYERS, NORMALISED_EXPERTS),
+        fields=(
+            *_FIELDS,
+            _MAX_POSITIONS,
+            _EPSILON,
+            Field("num_experts_per_tok", "moe_router_topk", 8),
+            Field("moe_intermediate_size", "moe_ffn_hidden_size", 512),
+            _SHARED_EXPERT_WIDTH,
+            *_DELTA_NET_FIELDS,
+        ),
+        only=_QWEN3_5_ONLY,
+        block={
+            **_EXPERT_BLOCK,
+            **_DELTA_NET_BLOCK,
+            "moe_shared_expert_gate": True,
+            "moe_router_pre_softmax": False,
+            "moe_layer_freq": "1",
+        },
+        places=_EXPERT_PLACES | _QWEN3_5_PLACES,
+        leaves_predictions_out=True,
+    ),
+    _decoder(
+        "Qwen3NextForCausalLM",
+        "qwen3_next",
+        defaults={
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "num_experts": 512,
+            "norm_topk_prob": True,
+        },
+        rope=rotary(0.25),
+        more=(
+            _ROUTER_TOPK,
+            _EXPERT_WIDTH,
+            _SHARED_EXPERT_WIDTH,
+            *_DELTA_NET_FIELDS,
+            LINEAR_LAYERS,
+            EXPERTS,
+            SPARSE_LAYERS,
+        ),
+        only=_NO_BIAS,
+        block={**_EXPERT_BLOCK, **_DELTA_NET_BLOCK, "moe_shared_expert_gate": True},
+        places=_EXPERT_PLACES | _DELTA_NET_PLACES,
+        leaves_predictions_out=True,
+    ),
 ]
 # What the block does not build -> model_types that are near to these.
 _UNSUPPORTED = {
