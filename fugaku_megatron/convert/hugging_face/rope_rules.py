@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from ...config.fields import check, is_off, of_topic
-from ...config.model import SCALING, ModelConfig
+from ...config.model import SCALING, ModelConfig, yarn_growth
 from ...config.rows import ROPE, YARN
 from ...text.named_files import JsonObject
 from .rules import (
@@ -196,11 +196,6 @@ ROTARY = rotary()
 _LATENT_KINDS = ("default", "yarn")
 
 
-def _growth(factor: float, mscale: float) -> float:
-    """Return yarn's growth of queries, keys or scores, `get_mscale` of transformers."""
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
 def _read_latent_mscale(rope: JsonObject, factor: float) -> JsonObject:
     """Return ModelConfig's numbers of yarn, whose `mscale_all_dim` also multiplies the scores."""
     names = ("mscale", "mscale_all_dim", "attention_factor")
@@ -212,7 +207,7 @@ def _read_latent_mscale(rope: JsonObject, factor: float) -> JsonObject:
     all_dim = float(all_dim or 0.0)
     if factor <= 1:
         return {"mscale": 1.0, "mscale_all_dim": all_dim}
-    grown = (attention or _growth(factor, 1.0)) * _growth(factor, all_dim)
+    grown = (attention or yarn_growth(factor, 1.0)) * yarn_growth(factor, all_dim)
     return {"mscale": (grown - 1.0) / (0.1 * math.log(factor)), "mscale_all_dim": all_dim}
 
 

@@ -80,11 +80,6 @@ def _read_groups(config: JsonObject, name: str) -> JsonObject:
     return {"group_query_attention": True, "num_query_groups": groups} if groups != heads else {}
 
 
-def _read_heads(config: JsonObject) -> JsonObject:
-    channels = integer(config, "head_dim")
-    return {**_read_groups(config, "num_key_value_heads"), "kv_channels": channels}
-
-
 def _read_new_falcon(config: JsonObject) -> JsonObject:
     new = config.get("new_decoder_architecture", False)
     check(
@@ -100,7 +95,10 @@ NEW_FALCON = Rule(
     ("new_decoder_architecture", "num_kv_heads"),
 )
 HEADS = Rule(
-    _read_heads,
+    lambda config: {
+        **_read_groups(config, "num_key_value_heads"),
+        "kv_channels": integer(config, "head_dim"),
+    },
     lambda model: {"num_key_value_heads": model.query_groups, "head_dim": model.kv_channels},
     ("num_key_value_heads", "head_dim"),
 )
@@ -143,13 +141,14 @@ def _pattern_length(pattern: object) -> int | None:
     return length
 
 
-def _are_full(kinds: Any, other: str, layers: int) -> list[bool]:
-    right = isinstance(kinds, list) and len(kinds) == layers and {*map(str, kinds)} <= {other, FULL}
+def _which(name: str, kinds: Any, layers: int, either: tuple[str, str]) -> list[bool]:
+    """Return True for each layer of the second kind. Raise ValueError for other values of a field."""
+    right = isinstance(kinds, list) and len(kinds) == layers and {*map(str, kinds)} <= {*either}
     check(
         right,
-        f"{FILE}: layer_types is {kinds!r:.80}, not {other} or {FULL} for each of {layers} layers",
+        f"{FILE}: {name} is {kinds!r:.80}, not {' or '.join(either)} for each of {layers} layers",
     )
-    return [kind == FULL for kind in kinds]
+    return [kind == either[1] for kind in kinds]
 
 
 def full_layers(config: JsonObject, default: int | None, every: int | None) -> list[bool]:
@@ -160,7 +159,7 @@ def full_layers(config: JsonObject, default: int | None, every: int | None) -> l
     layers = layer_count(config)
     kinds = config.get("layer_types")
     if kinds is not None:
-        return _are_full(kinds, WINDOWED, layers)
+        return _which("layer_types", kinds, layers, (WINDOWED, FULL))
     pattern = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", every))
     step = _pattern_length(pattern)
     if config.get("sliding_window", default) is None:
@@ -225,7 +224,7 @@ def _read_linear_layers(config: JsonObject) -> JsonObject:
     if kinds is None:
         full = every_nth(integer(config, "full_attention_interval", 4), layers)
     else:
-        full = _are_full(kinds, LINEAR, layers)
+        full = _which("layer_types", kinds, layers, (LINEAR, FULL))
     if all(full):
         return {"experimental_attention_variant": None, "linear_attention_freq": None}
     freq = layer_pattern_of(full)
@@ -340,14 +339,14 @@ def _read_greedy_groups(config: JsonObject) -> JsonObject:
     return _group_values(config, scored=1)
 
 
-def _write_greedy_groups(model: ModelConfig) -> JsonObject:
-    method = _GREEDY_GROUPS if model.moe_router_num_groups else _GREEDY
-    return {**_write_groups(model), "topk_method": method}
-
-
 # Groups of experts with softmax scores, where a group is chosen by its best expert.
 GREEDY_GROUPS = Rule(
-    _read_greedy_groups, _write_greedy_groups, ("n_group", "topk_group", "topk_method")
+    _read_greedy_groups,
+    lambda model: {
+        **_write_groups(model),
+        "topk_method": _GREEDY_GROUPS if model.moe_router_num_groups else _GREEDY,
+    },
+    ("n_group", "topk_group", "topk_method"),
 )
 
 
@@ -374,12 +373,7 @@ def _read_mlp_layers(config: JsonObject) -> JsonObject:
     kinds = config.get("mlp_layer_types")
     if kinds is None:
         kinds = ["dense", *("sparse" for _ in range(layers - 1))]
-    right = isinstance(kinds, list) and len(kinds) == layers
-    check(
-        right and {*map(str, kinds)} <= {"dense", "sparse"},
-        f"{FILE}: mlp_layer_types is {kinds!r:.80}, not dense or sparse for each of {layers} layers",
-    )
-    experts = [kind == "sparse" for kind in kinds]
+    experts = _which("mlp_layer_types", kinds, layers, ("dense", "sparse"))
     dense = config.get("first_k_dense_replace")
     check(
         dense is None or experts == [layer >= dense for layer in range(layers)],
@@ -391,9 +385,8 @@ def _read_mlp_layers(config: JsonObject) -> JsonObject:
 
 def _write_mlp_layers(model: ModelConfig) -> JsonObject:
     kinds = ["sparse" if mlp == "experts" else "dense" for mlp in model.mlps]
-    if "dense" in kinds[kinds.index("sparse") :]:
-        return {"mlp_layer_types": kinds, "first_k_dense_replace": None}
-    return {"mlp_layer_types": kinds, "first_k_dense_replace": kinds.index("sparse")}
+    first = model.mlps.index("experts") if dense_before_experts(model) else None
+    return {"mlp_layer_types": kinds, "first_k_dense_replace": first}
 
 
 # Layers with experts, by name; other programs read the number of dense layers before them.
@@ -481,19 +474,15 @@ def _read_scaled_depth(config: JsonObject) -> JsonObject:
     }
 
 
-def _write_scaled_depth(model: ModelConfig) -> JsonObject:
-    return {
+# Multipliers of MiniCPM3.
+SCALED_DEPTH = Rule(
+    _read_scaled_depth,
+    lambda model: {
         "v_head_dim": model.v_head_dim,
         "scale_emb": model.embedding_multiplier,
         "scale_depth": round(model.residual_multiplier * model.num_layers**0.5, 12),
         "dim_model_base": round(model.hidden_size / model.logits_scaling),
-    }
-
-
-# Multipliers of MiniCPM3.
-SCALED_DEPTH = Rule(
-    _read_scaled_depth,
-    _write_scaled_depth,
+    },
     ("v_head_dim", "scale_emb", "scale_depth", "dim_model_base"),
     ("embedding_multiplier", "residual_multiplier", "logits_scaling"),
 )
@@ -504,44 +493,32 @@ def divides_logits(model: ModelConfig) -> bool:
     return model.hidden_size / model.logits_scaling % 1.0 == 0.0
 
 
-def _read_attention_layers(config: JsonObject) -> JsonObject:
-    _check_layers(config, "attention", FULL, default="mamba")
-    return {}
-
-
 ATTENTION_LAYERS = Rule(
-    _read_attention_layers,
+    lambda config: _check_layers(config, "attention", FULL, default="mamba"),
     lambda model: {"layer_types": [FULL for _ in range(model.num_layers)]},
     ("layer_types",),
 )
 
 
-def _read_logit_scale(config: JsonObject) -> JsonObject:
-    return {"logits_scaling": 1.0 / float(number(config, "logit_scale", 0.0625))}
-
-
 LOGIT_SCALE = Rule(
-    _read_logit_scale,
+    lambda config: {"logits_scaling": 1.0 / float(number(config, "logit_scale", 0.0625))},
     lambda model: {"logit_scale": 1.0 / model.logits_scaling},
     ("logit_scale",),
     ("logits_scaling",),
 )
 
 
-def _check_layers(config: JsonObject, *names: str, default: str = FULL) -> None:
+def _check_layers(config: JsonObject, *names: str, default: str = FULL) -> JsonObject:
+    """Return no values. Raise ValueError for other layers than those of the names."""
     kinds = sorted({*map(str, config.get("layer_types") or [default])})
     check(
         {*kinds} <= {*names},
         f"{FILE}: layer_types has {' and '.join(kinds)}, and the block computes {names[0]} in all layers",
     )
-
-
-def _read_full(config: JsonObject) -> JsonObject:
-    _check_layers(config, FULL)
     return {}
 
 
-FULL_ATTENTION = Rule(_read_full, names=("layer_types",))
+FULL_ATTENTION = Rule(lambda config: _check_layers(config, FULL), names=("layer_types",))
 NO_DROPOUT = Rule(
     lambda config: {"hidden_dropout": 0.0}
 )  # these architectures have none between layers
@@ -554,12 +531,8 @@ MULTIPLIERS = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_
 _MULTIPLIED = (*MULTIPLIERS, "attention_multiplier")
 
 
-def _read_multipliers(config: JsonObject) -> JsonObject:
-    return {name: float(number(config, name, 1.0)) for name in _MULTIPLIED}
-
-
 MULTIPLIED = Rule(
-    _read_multipliers,
+    lambda config: {name: float(number(config, name, 1.0)) for name in _MULTIPLIED},
     lambda model: {
         "attention_multiplier": model.attention_scale,
         **{name: getattr(model, name) for name in MULTIPLIERS},
@@ -619,13 +592,11 @@ def _read_sparse_layers(config: JsonObject) -> JsonObject:
     return {"moe_layer_freq": "1" if all(experts) else _list(experts)}
 
 
-def _write_sparse_layers(model: ModelConfig) -> JsonObject:
-    return {
+SPARSE_LAYERS = Rule(
+    _read_sparse_layers,
+    lambda model: {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [layer for layer, mlp in enumerate(model.mlps) if mlp != "experts"],
-    }
-
-
-SPARSE_LAYERS = Rule(
-    _read_sparse_layers, _write_sparse_layers, ("decoder_sparse_step", "mlp_only_layers")
+    },
+    ("decoder_sparse_step", "mlp_only_layers"),
 )
