@@ -6,7 +6,7 @@ refused unless off (null, false or empty).
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -25,8 +25,6 @@ from .architectures import (
     TEXT_OF,
     Architecture,
 )
-from .fp8 import is_fp8
-from .mxfp4 import is_mxfp4
 from .rules import FILE
 from .tensor_directory import read_json
 
@@ -101,19 +99,10 @@ IGNORED_OF: dict[str, dict[str, str]] = {
     ),
     "granitemoehybrid": dict.fromkeys(
         (
-            "intermediate_size",
-            "mamba_chunk_size",
-            "mamba_conv_bias",
-            "mamba_d_conv",
-            "mamba_d_head",
-            "mamba_d_state",
-            "mamba_expand",
-            "mamba_n_groups",
-            "mamba_n_heads",
-            "mamba_proj_bias",
-            "num_experts_per_tok",
-            "time_step_limit",
-        ),
+            "intermediate_size mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state "
+            "mamba_expand mamba_n_groups mamba_n_heads mamba_proj_bias num_experts_per_tok "
+            "time_step_limit"
+        ).split(),
         "the model has neither Mamba layers nor experts",
     ),
 }
@@ -122,22 +111,10 @@ OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config")
 # Reason -> fields next to a text_config.
 IGNORED_OUTSIDE = {
     "it describes images, whose towers are left out with a note": (
-        "boi_token_id",
-        "boi_token_index",
-        "eoi_token_id",
-        "eoi_token_index",
-        "image_token_id",
-        "image_token_index",
-        "mm_tokens_per_image",
-        "multimodal_projector_bias",
-        "projector_hidden_act",
-        "spatial_merge_size",
-        "video_token_id",
-        "vision_config",
-        "vision_end_token_id",
-        "vision_feature_layer",
-        "vision_start_token_id",
-    ),
+        "boi_token_id boi_token_index eoi_token_id eoi_token_index image_token_id image_token_index "
+        "mm_tokens_per_image multimodal_projector_bias projector_hidden_act spatial_merge_size "
+        "video_token_id vision_config vision_end_token_id vision_feature_layer vision_start_token_id"
+    ).split(),
     "text_config has the text model's": ("initializer_range", "text_config"),
 }
 _EVERYWHERE = frozenset(name for names in IGNORED.values() for name in names)
@@ -179,8 +156,17 @@ def check_outer_fields(config: JsonObject, text: JsonObject) -> None:
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-def has_mxfp4_experts(config: JsonObject) -> bool:
-    return config.get("model_type") in MXFP4_MODELS and is_mxfp4(config.get("quantization_config"))
+# Values of quant_method.
+OF_FP8 = "fp8"
+OF_MXFP4 = "mxfp4"
+
+
+def quant_method(config: JsonObject) -> str | None:
+    """Return OF_FP8 or OF_MXFP4 if the weights are quantized so, which is unpacked."""
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    of_experts = method == OF_MXFP4 and config.get("model_type") in MXFP4_MODELS
+    return method if method == OF_FP8 or of_experts else None
 
 
 def has_text_config(config: JsonObject) -> bool:
@@ -192,7 +178,7 @@ def plain_config(config: JsonObject) -> JsonObject:
     """Return the text model's config.json, without a quantization that is unpacked."""
     if has_text_config(config):
         config = text_config(config)
-    if has_mxfp4_experts(config) or is_fp8(config.get("quantization_config")):
+    if quant_method(config):
         config = {**config, "quantization_config": None}
     return config
 
@@ -260,13 +246,6 @@ def _fields(architecture: Architecture, config: JsonObject) -> JsonObject:
     return values
 
 
-def exported_model(model: ModelConfig) -> ModelConfig:
-    """Return the model, without MTP modules if no architecture has them next to this block."""
-    if any(row.fits(model) for row in ARCHITECTURES):
-        return model
-    return replace(model, mtp_num_layers=None)
-
-
 def architecture_of(model: ModelConfig, before: JsonObject) -> Architecture:
     """Return the original model's architecture, or else the first that fits."""
     fitting = [row for row in ARCHITECTURES if row.fits(model)]
@@ -282,8 +261,7 @@ def carried_config(carried: Path | None) -> JsonObject:
         return {}
     config = read_json(carried / FILE)
     # The files were quantized, the weights read from them are not.
-    quantization = config.get("quantization_config")
-    if is_mxfp4(quantization) or is_fp8(quantization):
+    if quant_method(config):
         del config["quantization_config"]
     return config
 

@@ -17,20 +17,21 @@ from ...config.model import ModelConfig
 from ...text.foreign_models import hub_note
 from ...text.named_files import about
 from ..weights import Weights, shapes, widest
-from .architectures import Architecture
+from .architectures import ARCHITECTURES, Architecture
 from .carried_files import carry
 from .config_json import (
+    OF_FP8,
+    OF_MXFP4,
     architecture_of,
     carried_config,
     config_of,
-    exported_model,
-    has_mxfp4_experts,
     has_text_config,
     plain_config,
+    quant_method,
     read_config,
     text_config,
 )
-from .fp8 import FP8, block_size, is_fp8, without_scales
+from .fp8 import FP8, block_size, without_scales
 from .mxfp4 import unpacked
 from .rules import FILE
 from .tensor_directory import (
@@ -81,11 +82,11 @@ def open_hugging_face(
         drops = architecture.leaves_predictions_out or drop_mtp
         files, model, note = _with_stored_modules(files, model, drops)
         notes.append(note)
-        if has_mxfp4_experts(config):
+        method = quant_method(config)
+        if method == OF_MXFP4:
             files = unpacked(files)
-        quantization = config.get("quantization_config")
-        if is_fp8(quantization):
-            files = without_scales(files, block_size(quantization))
+        elif method == OF_FP8:
+            files = without_scales(files, block_size(config["quantization_config"]))
         if any(map(_STACKED.fullmatch, files.tensors)):
             architecture = architecture.with_stacked_experts
         reader = _reader(files, architecture, model)
@@ -143,12 +144,17 @@ def _with_stored_modules(
 
     drops: leave the modules out
     """
-    layers = _without_mtp_layers(files, model.num_layers)
-    left_out = len(files.tensors) - len(layers.tensors)
+    tensors = {}
+    for name, tensor in files.tensors.items():
+        match = _NUMBERED.fullmatch(name)
+        behind = match is not None and int(match[1]) >= model.num_layers
+        if not (behind or _MTP.fullmatch(name)):
+            tensors[name] = tensor
+    left_out = len(files.tensors) - len(tensors)
     alone = replace(model, mtp_num_layers=None)
     if drops:
         note = f"{left_out} tensors of multi-token-prediction layers are left out"
-        return layers, alone, note if left_out else ""
+        return replace(files, tensors=tensors), alone, note if left_out else ""
     if model.predictions and not left_out:
         note = (
             f"{FILE} says num_nextn_predict_layers {model.predictions}, and the files hold no such layers: "
@@ -156,16 +162,6 @@ def _with_stored_modules(
         )
         return files, alone, note
     return files, model, ""
-
-
-def _without_mtp_layers(files: TensorDirectory, layers: int) -> TensorDirectory:
-    """Return the tensors of the first layers and outside layers."""
-    tensors = {}
-    for name, tensor in files.tensors.items():
-        match = _NUMBERED.fullmatch(name)
-        if match is None and not _MTP.fullmatch(name) or match and int(match[1]) < layers:
-            tensors[name] = tensor
-    return replace(files, tensors=tensors)
 
 
 @dataclass(frozen=True)
@@ -229,12 +225,7 @@ def _stored_names(
     """Return their names -> names in the files, which may lack the prefix. Raise ValueError for
     others.
     """
-    stored = {
-        name: n
-        for name in names
-        for n in (name.removeprefix(architecture.prefix), name)
-        if n in files.tensors
-    }
+    stored = {name: found for name in names if (found := _spelled(files, architecture, name))}
     embedding = f"{architecture.prefix}{architecture.embedding}"
     head = architecture.head
     if embedding not in stored and head not in names and head in files.tensors:
@@ -284,7 +275,7 @@ def _spelled(files: TensorDirectory, architecture: Architecture, name: str) -> s
 
 def with_architecture(weights: Weights) -> Weights:
     """Return the weights, without MTP modules if no architecture has them next to this block."""
-    if exported_model(weights.model) == weights.model:
+    if any(row.fits(weights.model) for row in ARCHITECTURES):
         return weights
     return weights.without_predictions()
 

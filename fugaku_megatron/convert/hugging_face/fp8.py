@@ -9,9 +9,8 @@ The last blocks of a row and a column may be smaller.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,10 +37,6 @@ class BlockSize(NamedTuple):
     def counts(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return the numbers of blocks of a weight (outputs, inputs)."""
         return -(-shape[0] // self.rows), -(-shape[1] // self.columns)
-
-
-def is_fp8(quantization: object) -> TypeGuard[JsonObject]:
-    return isinstance(quantization, Mapping) and quantization.get("quant_method") == "fp8"
 
 
 def block_size(quantization: JsonObject) -> BlockSize:

@@ -7,7 +7,6 @@ NAME_scales  uint8 (experts, outputs, inputs / 32), the exponent + 127
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -79,7 +78,3 @@ def unpacked(files: TensorDirectory) -> TensorDirectory:
         tensors[name] = file, StoredTensor(torch.bfloat16, math.prod(shape), 0, shape)
         del tensors[place], tensors[name + SCALES]
     return Mxfp4Directory(files.path, tensors, files)
-
-
-def is_mxfp4(quantization: object) -> bool:
-    return isinstance(quantization, Mapping) and quantization.get("quant_method") == "mxfp4"

@@ -28,16 +28,15 @@ class TensorMapping:
 _MODULE = re.compile(r"mtp\.layers\.(\d+)\.(transformer_layer\.)?")
 
 
-def _as_layer(name: str, layers: int) -> str:
-    """Return the name that a tensor of an MTP module would have in a layer behind `layers` others."""
-    return _MODULE.sub(lambda match: f"decoder.layers.{layers + int(match[1])}.", name)
-
-
 def tensor_mappings(architecture: Architecture, model: ModelConfig) -> dict[str, TensorMapping]:
     """Return all mappings by their names, in the order of our tensors."""
     found = {}
+
+    def behind(module: re.Match[str]) -> str:
+        return f"decoder.layers.{model.num_layers + int(module[1])}."
+
     for ours in shapes(model):
-        as_layer = _as_layer(ours, model.num_layers)
+        as_layer = _MODULE.sub(behind, ours)  # an MTP module is a layer behind the others
         place, kind = place_of(as_layer)
         ending = f".{kind}"
         if f"{place}.{kind}" in architecture.places:  # a name of its own, without weight or bias
