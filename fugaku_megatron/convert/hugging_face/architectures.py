@@ -186,6 +186,15 @@ def _places(
     return places
 
 
+def _counterpart(arranged: Arrangement, *names: str) -> Counterpart:
+    return Counterpart(names, arranged)
+
+
+def _only(values: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Return the supported values of an architecture's fields, a tuple or one value each."""
+    return {name: value if isinstance(value, tuple) else (value,) for name, value in values.items()}
+
+
 def _defaults(has: Callable[[Declaration], object]) -> dict[str, Any]:
     """Return the defaults of ModelConfig's fields with a trait."""
     return {each.name: each.default for each in declarations(ModelConfig) if has(each)}
@@ -225,12 +234,14 @@ GPT2 = Architecture(
         Field("attn_pdrop", "attention_dropout", 0.1),
     ),
     rules=(tied(True),),
-    only={
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "add_cross_attention": (False,),
-    },
+    only=_only(
+        {
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+        }
+    ),
     block={
         **_COMMON_BLOCK,
         "normalization": "LayerNorm",
@@ -245,11 +256,11 @@ GPT2 = Architecture(
         prefix="h.{}.",
         layer={
             "input_layernorm": "ln_1",
-            "self_attention.linear_qkv": Counterpart(("attn.c_attn",), conv_query_key_value),
-            "self_attention.linear_proj": Counterpart(("attn.c_proj",), transposed),
+            "self_attention.linear_qkv": _counterpart(conv_query_key_value, "attn.c_attn"),
+            "self_attention.linear_proj": _counterpart(transposed, "attn.c_proj"),
             "pre_mlp_layernorm": "ln_2",
-            "mlp.linear_fc1": Counterpart(("mlp.c_fc",), transposed),
-            "mlp.linear_fc2": Counterpart(("mlp.c_proj",), transposed),
+            "mlp.linear_fc1": _counterpart(transposed, "mlp.c_fc"),
+            "mlp.linear_fc2": _counterpart(transposed, "mlp.c_proj"),
         },
         outside={
             _WORD_EMBEDDINGS: "wte",
@@ -278,9 +289,9 @@ _DECODER_FIELDS = (*_SIZE_FIELDS, _EPSILON)
 _LARGER_EPSILON = Field("rms_norm_eps", "layernorm_epsilon", 1e-5)
 _UNTIED_HEAD = tied(False)
 _SILU = {"hidden_act": ("silu", "swish")}
-_NO_WINDOW = {"use_sliding_window": (False,)}
-_NO_BIAS = {"attention_bias": (False,)}
-_NO_BIASES = {**_NO_BIAS, "mlp_bias": (False,)}
+_NO_WINDOW = {"use_sliding_window": False}
+_NO_BIAS = {"attention_bias": False}
+_NO_BIASES = {**_NO_BIAS, "mlp_bias": False}
 _DECODER_BLOCK = {
     **_COMMON_BLOCK,
     "normalization": "RMSNorm",
@@ -293,14 +304,14 @@ _DECODER_BLOCK = {
 _DECODER_PLACES = _places(
     {
         "input_layernorm": "input_layernorm",
-        "self_attention.linear_qkv": Counterpart(
-            tuple(f"self_attn.{part}_proj" for part in "qkv"), query_key_value
+        "self_attention.linear_qkv": _counterpart(
+            query_key_value, *(f"self_attn.{part}_proj" for part in "qkv")
         ),
         "self_attention.q_layernorm": "self_attn.q_norm",
         "self_attention.k_layernorm": "self_attn.k_norm",
         "self_attention.linear_proj": "self_attn.o_proj",
         "pre_mlp_layernorm": "post_attention_layernorm",
-        "mlp.linear_fc1": Counterpart(("mlp.gate_proj", "mlp.up_proj"), stacked),
+        "mlp.linear_fc1": _counterpart(stacked, "mlp.gate_proj", "mlp.up_proj"),
         "mlp.linear_fc2": "mlp.down_proj",
     },
     outside={_WORD_EMBEDDINGS: "embed_tokens", _FINAL_NORM: "norm", OUTPUT: "lm_head"},
@@ -309,7 +320,7 @@ _STACKED_EXPERTS = _places(
     prefix="layers.{}.mlp.",
     layer={
         "mlp.router": "gate",
-        "mlp.experts.linear_fc1.weight": Counterpart(("experts.gate_up_proj",), stacked_experts),
+        "mlp.experts.linear_fc1.weight": _counterpart(stacked_experts, "experts.gate_up_proj"),
         "mlp.experts.linear_fc2.weight": "experts.down_proj",
     },
 )
@@ -319,7 +330,7 @@ def _decoder(
     name: str,
     model_type: str,
     *,
-    only: Mapping[str, tuple[Any, ...]] = {},
+    only: Mapping[str, Any] = {},
     block: Mapping[str, Any] = {},
     rope: Rule = ROTARY,
     head: Rule = _UNTIED_HEAD,
@@ -347,13 +358,13 @@ def _decoder(
     }
     changed = {field.ours for field in row["fields"]}.union(*(rule.sets for rule in row["rules"]))
     llama = {name: value for name, value in _DECODER_BLOCK.items() if name not in changed}
-    return Architecture(only={**_SILU, **only}, block={**llama, **block}, **row)
+    return Architecture(only=_only({**_SILU, **only}), block={**llama, **block}, **row)
 
 
 LLAMA = _decoder("LlamaForCausalLM", "llama", only=_NO_BIASES)
 _GEMMA_ONLY = {
     "hidden_act": (None, "gelu_pytorch_tanh"),
-    "hidden_activation": ("gelu_pytorch_tanh",),
+    "hidden_activation": "gelu_pytorch_tanh",
     **_NO_BIAS,
     "use_bidirectional_attention": (None, False),
 }
@@ -390,12 +401,12 @@ _EXPERT_PLACES = _places(
     prefix="layers.{}.mlp.",
     layer={
         "mlp.router": "gate",
-        "mlp.experts.linear_fc1": Counterpart(
-            ("experts.{expert}.gate_proj", "experts.{expert}.up_proj"), stacked_of_expert
+        "mlp.experts.linear_fc1": _counterpart(
+            stacked_of_expert, "experts.{expert}.gate_proj", "experts.{expert}.up_proj"
         ),
-        "mlp.experts.linear_fc2": Counterpart(("experts.{expert}.down_proj",), stacked),
-        "mlp.shared_experts.linear_fc1": Counterpart(
-            ("shared_expert.gate_proj", "shared_expert.up_proj"), stacked
+        "mlp.experts.linear_fc2": _counterpart(stacked, "experts.{expert}.down_proj"),
+        "mlp.shared_experts.linear_fc1": _counterpart(
+            stacked, "shared_expert.gate_proj", "shared_expert.up_proj"
         ),
         "mlp.shared_experts.linear_fc2": "shared_expert.down_proj",
         "mlp.shared_experts.gate": "shared_expert_gate",
@@ -416,7 +427,7 @@ GLM = _decoder(
     ),
     rope=rotary(0.5),
     block={"rotary_interleaved": True},
-    places=_places({"mlp.linear_fc1": Counterpart(("mlp.gate_up_proj",), fused_stacked)}),
+    places=_places({"mlp.linear_fc1": _counterpart(fused_stacked, "mlp.gate_up_proj")}),
 )
 _SIGMOID_EXPERT_BLOCK = {
     "moe_router_score_function": "sigmoid",
@@ -428,8 +439,8 @@ _SHARED_EXPERT_PLACES = _EXPERT_PLACES | _places(
     prefix="layers.{}.mlp.",
     layer={
         "mlp.router.expert_bias": "gate.e_score_correction_bias",
-        "mlp.shared_experts.linear_fc1": Counterpart(
-            ("shared_experts.gate_proj", "shared_experts.up_proj"), stacked
+        "mlp.shared_experts.linear_fc1": _counterpart(
+            stacked, "shared_experts.gate_proj", "shared_experts.up_proj"
         ),
         "mlp.shared_experts.linear_fc2": "shared_experts.down_proj",
     },
@@ -484,11 +495,11 @@ def _has_latent_epsilon(model: ModelConfig) -> bool:
 
 _SIGMOID_ONLY = {
     **_NO_BIAS,
-    "rope_interleave": (True,),
-    "norm_topk_prob": (True,),
-    "scoring_func": ("sigmoid",),
-    "topk_method": ("noaux_tc",),
-    "moe_layer_freq": (1,),
+    "rope_interleave": True,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
 }
 DEEPSEEK_V3 = _decoder(
     "DeepseekV3ForCausalLM",
@@ -530,8 +541,8 @@ _DELTA_NET_BLOCK = {
 _DELTA_NET_PLACES = _places(
     prefix="layers.{}.linear_attn.",
     layer={
-        "self_attention.in_proj": Counterpart(("in_proj_qkvz", "in_proj_ba"), delta_projections),
-        "self_attention.conv1d": Counterpart(("conv1d",), delta_convolution),
+        "self_attention.in_proj": _counterpart(delta_projections, "in_proj_qkvz", "in_proj_ba"),
+        "self_attention.conv1d": _counterpart(delta_convolution, "conv1d"),
         "self_attention.dt_bias": "dt_bias",
         "self_attention.A_log": "A_log",
         "self_attention.out_norm": "norm",
@@ -544,23 +555,21 @@ _SHARED_EXPERT_WIDTH = Field(
 _QWEN3_5_PLACES = _DELTA_NET_PLACES | _places(
     prefix="layers.{}.linear_attn.",
     layer={
-        "self_attention.in_proj": Counterpart(
-            ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), delta_parts
+        "self_attention.in_proj": _counterpart(
+            delta_parts, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
         )
     },
 )
 _QWEN3_5_ONLY = {
     **_NO_BIAS,
-    "attn_output_gate": (True,),
+    "attn_output_gate": True,
     "output_gate_type": (None, "swish"),  # of a gated delta net's norm
 }
 
 _GPT_OSS_EXPERTS = _places(
     {
-        "mlp.experts.linear_fc1.weight": Counterpart(("mlp.experts.gate_up_proj",), interleaved),
-        "mlp.experts.linear_fc2.weight": Counterpart(
-            ("mlp.experts.down_proj",), transposed_experts
-        ),
+        "mlp.experts.linear_fc1.weight": _counterpart(interleaved, "mlp.experts.gate_up_proj"),
+        "mlp.experts.linear_fc2.weight": _counterpart(transposed_experts, "mlp.experts.down_proj"),
     },
 )
 
@@ -594,17 +603,17 @@ ARCHITECTURES = [
         "phi3",
         rules=(HEADS, rotary(1.0, ("default",)), window(None), _UNTIED_HEAD, no_padding(32000)),
         more=(_LARGER_EPSILON, Field("resid_pdrop", "hidden_dropout", 0.0)),
-        only={"embd_pdrop": (0.0,)},
+        only={"embd_pdrop": 0.0},
         block={
             "position_embedding_type": ROPE,
             **_defaults(lambda each: each.topic == SCALING),
         },
         places=_places(
             {
-                "self_attention.linear_qkv": Counterpart(
-                    ("self_attn.qkv_proj",), fused_query_key_value
+                "self_attention.linear_qkv": _counterpart(
+                    fused_query_key_value, "self_attn.qkv_proj"
                 ),
-                "mlp.linear_fc1": Counterpart(("mlp.gate_up_proj",), fused_stacked),
+                "mlp.linear_fc1": _counterpart(fused_stacked, "mlp.gate_up_proj"),
             },
         ),
     ),
@@ -618,9 +627,9 @@ ARCHITECTURES = [
             Field("use_qkv_bias", "add_qkv_bias", False),
         ),
         only={
-            "use_parallel_residual": (False,),
-            "qk_layernorm": (False,),
-            "hidden_dropout": (0.0,),
+            "use_parallel_residual": False,
+            "qk_layernorm": False,
+            "hidden_dropout": 0.0,
         },
         block={"normalization": "LayerNorm"},
         own_head_size=False,
@@ -629,7 +638,7 @@ ARCHITECTURES = [
         "OlmoForCausalLM",
         "olmo",
         fields=_SIZE_FIELDS,
-        only={**_NO_BIAS, "clip_qkv": (None,)},
+        only={**_NO_BIAS, "clip_qkv": None},
         block={"normalization": "PlainLayerNorm", "layernorm_epsilon": 1e-5},
     ),
     _decoder(
@@ -646,7 +655,7 @@ ARCHITECTURES = [
             _UNTIED_HEAD,
             Rule(lambda config: {}, sets=("add_qkv_bias",)),  # the other biases include it
         ),
-        only={"hidden_act": ("gelu",), "attention_bias": (True,)},
+        only={"hidden_act": "gelu", "attention_bias": True},
         block={
             "normalization": "LayerNorm",
             "disable_bias_linear": False,
@@ -707,14 +716,16 @@ ARCHITECTURES = [
             Field("max_position_embeddings", "max_position_embeddings", 2048),
         ),
         rules=(NEW_FALCON, ROTARY, tied(True), NO_DROPOUT),
-        only={
-            "activation": ("gelu",),
-            "alibi": (False,),
-            "parallel_attn": (True,),
-            "bias": (False,),
-            "hidden_dropout": (0.0,),
-            "num_ln_in_parallel_attn": (2, None),
-        },
+        only=_only(
+            {
+                "activation": "gelu",
+                "alibi": False,
+                "parallel_attn": True,
+                "bias": False,
+                "hidden_dropout": 0.0,
+                "num_ln_in_parallel_attn": (2, None),
+            }
+        ),
         block={
             **_DECODER_BLOCK,
             "normalization": "LayerNorm",
@@ -747,7 +758,7 @@ ARCHITECTURES = [
             Field("num_local_experts", "num_experts"),
             window(None),
         ),
-        only={"router_jitter_noise": (0.0,)},
+        only={"router_jitter_noise": 0.0},
         block={
             **_EXPERT_BLOCK,
             **_NO_SHARED,
@@ -760,10 +771,10 @@ ARCHITECTURES = [
             prefix="layers.{}.block_sparse_moe.",
             layer={
                 "mlp.router": "gate",
-                "mlp.experts.linear_fc1": Counterpart(
-                    ("experts.{expert}.w1", "experts.{expert}.w3"), stacked_of_expert
+                "mlp.experts.linear_fc1": _counterpart(
+                    stacked_of_expert, "experts.{expert}.w1", "experts.{expert}.w3"
                 ),
-                "mlp.experts.linear_fc2": Counterpart(("experts.{expert}.w2",), stacked),
+                "mlp.experts.linear_fc2": _counterpart(stacked, "experts.{expert}.w2"),
             },
         ),
     ),
@@ -778,7 +789,7 @@ ARCHITECTURES = [
             *_SPARSE_RULES,
         ),
         places=_EXPERT_PLACES,
-        only={**_NO_WINDOW, "qkv_bias": (True,)},
+        only={**_NO_WINDOW, "qkv_bias": True},
         block={**_EXPERT_BLOCK, "moe_shared_expert_gate": True, "add_qkv_bias": True},
     ),
     _decoder(
@@ -800,7 +811,7 @@ ARCHITECTURES = [
         "olmoe",
         places=_EXPERT_PLACES,
         more=(_LARGER_EPSILON, _ROUTER_TOPK, EXPERTS),
-        only={**_NO_BIAS, "clip_qkv": (None,)},
+        only={**_NO_BIAS, "clip_qkv": None},
         block={**_EXPERT_BLOCK, **_NO_SHARED, **_QK_NORM_ALL_HEADS, "moe_layer_freq": "1"},
         also=lambda model: model.moe_ffn_hidden_size == model.ffn_hidden_size,
         own_head_size=False,
@@ -852,7 +863,7 @@ ARCHITECTURES = [
             windows_by_layer(4096, every=4),
             no_rope_in_full_layers(4096, every=4, without_windows=False),
         ),
-        only={"reorder_qk_norm": (True,)},
+        only={"reorder_qk_norm": True},
         block={"qk_layernorm": True, "norm_placement": "post"},
         places=_POST_PLACES,
         also=lambda model: (
@@ -894,7 +905,7 @@ ARCHITECTURES = [
         ),
         rope=rotary_by_layer(1e6, 1e4, name="rope_local_base_freq", every=6),
         head=tied(True),
-        only={**_GEMMA_ONLY, "attn_logit_softcapping": (None,)},
+        only={**_GEMMA_ONLY, "attn_logit_softcapping": None},
         block={**_GEMMA_BLOCK, "norm_placement": "both", "qk_layernorm": True},
         places=_SANDWICH_PLACES,
         also=_fits_gemma,
@@ -951,7 +962,7 @@ ARCHITECTURES = [
             PREDICTIONS,
         ),
         rope=rotary(0.5),
-        only={"norm_topk_prob": (True,)},
+        only={"norm_topk_prob": True},
         block=_SIGMOID_EXPERT_BLOCK,
         places=_SHARED_EXPERT_PLACES | PREDICTION_PLACES,
         also=_fits_first_dense,
@@ -968,9 +979,9 @@ ARCHITECTURES = [
         rules=(*_LATENT_RULES, _UNTIED_HEAD, EXPERT_WIDTHS, GREEDY_GROUPS, FIRST_DENSE),
         only={
             **_NO_BIASES,
-            "norm_topk_prob": (False,),
-            "scoring_func": ("softmax",),
-            "moe_layer_freq": (1,),
+            "norm_topk_prob": False,
+            "scoring_func": "softmax",
+            "moe_layer_freq": 1,
         },
         block={
             **_LATENT_BLOCK,
@@ -1021,14 +1032,14 @@ ARCHITECTURES = [
             **_LATENT_PLACES,
             **_places(
                 {
-                    "self_attention.linear_q_proj": Counterpart(
-                        ("self_attn.q_proj",), queries_in_halves
+                    "self_attention.linear_q_proj": _counterpart(
+                        queries_in_halves, "self_attn.q_proj"
                     ),
-                    "self_attention.linear_q_up_proj": Counterpart(
-                        ("self_attn.q_b_proj",), queries_in_halves
+                    "self_attention.linear_q_up_proj": _counterpart(
+                        queries_in_halves, "self_attn.q_b_proj"
                     ),
-                    "self_attention.linear_kv_down_proj": Counterpart(
-                        ("self_attn.kv_a_proj_with_mqa",), keys_in_halves
+                    "self_attention.linear_kv_down_proj": _counterpart(
+                        keys_in_halves, "self_attn.kv_a_proj_with_mqa"
                     ),
                 }
             ),
@@ -1046,14 +1057,14 @@ ARCHITECTURES = [
         ),
         only={
             **_NO_BIAS,
-            "position_embedding_type": ("rope",),
-            "num_local_experts": (0,),
-            "normalization_function": ("rmsnorm",),
+            "position_embedding_type": "rope",
+            "num_local_experts": 0,
+            "normalization_function": "rmsnorm",
         },
         places=_places(
             prefix="layers.{}.shared_mlp.",
             layer={
-                "mlp.linear_fc1": Counterpart(("input_linear",), fused_stacked),
+                "mlp.linear_fc1": _counterpart(fused_stacked, "input_linear"),
                 "mlp.linear_fc2": "output_linear",
             },
         ),
@@ -1080,7 +1091,7 @@ ARCHITECTURES = [
                 "original_max_position_embeddings": 4096,
             }
         ),
-        only={"attention_bias": (True,), "swiglu_alpha": (QUICK,)},
+        only={"attention_bias": True, "swiglu_alpha": QUICK},
         block={
             **_EXPERT_BLOCK,
             **_NO_SHARED,
@@ -1100,8 +1111,8 @@ ARCHITECTURES = [
             {
                 "self_attention.core_attention.softmax_offset": "self_attn.sinks",
                 "mlp.router": "mlp.router",
-                "mlp.experts.linear_fc1.bias": Counterpart(
-                    ("mlp.experts.gate_up_proj_bias",), interleaved
+                "mlp.experts.linear_fc1.bias": _counterpart(
+                    interleaved, "mlp.experts.gate_up_proj_bias"
                 ),
                 "mlp.experts.linear_fc2.bias": "mlp.experts.down_proj_bias",
             },
@@ -1124,10 +1135,10 @@ ARCHITECTURES = [
             }
         ),
         only={
-            "hidden_act": ("xielu",),
+            "hidden_act": "xielu",
             **_NO_BIASES,
-            "post_norm": (False,),
-            "qk_norm": (True,),
+            "post_norm": False,
+            "qk_norm": True,
         },
         block={"qk_layernorm": True, "swiglu": False, "squared_relu": False, "xielu": True},
         places=_places(
