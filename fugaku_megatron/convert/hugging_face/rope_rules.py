@@ -98,8 +98,13 @@ def rotary(
     return Rule(read, write, (*names, *ROPE_FIELDS), sets)
 
 
-def _read_rope(config: JsonObject, share: float | None, kinds: Collection[str]) -> JsonObject:
-    """Read rope_scaling, or else transformers 5's rope_parameters; their base precedes rope_theta."""
+def _read_rope(
+    config: JsonObject, share: float | None, kinds: Collection[str], latent: bool = False
+) -> JsonObject:
+    """Read rope_scaling, or else transformers 5's rope_parameters; their base precedes rope_theta.
+
+    latent: yarn's `mscale_all_dim` also multiplies the scores, as in latent attention
+    """
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     check(isinstance(rope, dict), f"{FILE}: rope_parameters is {rope!r:.60}, not an object")
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -126,13 +131,11 @@ def _read_rope(config: JsonObject, share: float | None, kinds: Collection[str]) 
     }
     maximum = config.get(MAXIMUM)
     positions = config.get(POSITIONS, rope.get(POSITIONS, maximum))  # as transformers has it
-    return {
-        **values,
-        **_read_scaling(kind, {**_LEFT_OUT, **rope, POSITIONS: positions, MAXIMUM: maximum}),
-    }
+    rope = {**_LEFT_OUT, **rope, POSITIONS: positions, MAXIMUM: maximum}
+    return {**values, **_read_scaling(kind, rope, latent)}
 
 
-def _read_scaling(kind: str, rope: JsonObject) -> JsonObject:
+def _read_scaling(kind: str, rope: JsonObject, latent: bool) -> JsonObject:
     values: JsonObject = {}
     for name, ours in SCALINGS[kind].items():
         check(rope.get(name) is not None, f"{FILE}: rope_scaling of type {kind} has no {name}")
@@ -147,25 +150,31 @@ def _read_scaling(kind: str, rope: JsonObject) -> JsonObject:
     elif kind == "yarn":
         values |= {
             "position_embedding_type": YARN,
-            **_read_mscale(rope, values["rotary_scaling_factor"]),
+            **_read_mscale(rope, values["rotary_scaling_factor"], latent),
         }
     return values
 
 
-def _read_mscale(rope: JsonObject, factor: float) -> dict[str, float]:
-    both = [number(rope, name, None) for name in ("mscale", "mscale_all_dim")]
-    attention = number(rope, "attention_factor", None)
-    if attention is None:
-        return dict(zip(("mscale", "mscale_all_dim"), map(float, both))) if None not in both else {}
+def _read_mscale(rope: JsonObject, factor: float, latent: bool) -> JsonObject:
+    """Return ModelConfig's numbers for yarn's growth of cosines and sines."""
+    names = ("mscale", "mscale_all_dim", "attention_factor")
+    mscale, all_dim, attention = (number(rope, name, None) for name in names)
+    if attention is None and mscale and all_dim:
+        return {"mscale": float(mscale), "mscale_all_dim": float(all_dim)}
+    if not latent:
+        all_dim = None
+    if attention is None and not all_dim:
+        return {}
     check(
-        factor > 1 or attention == 1,
+        factor > 1 or attention in (None, 1),
         f"{FILE}: attention_factor is {attention}, and the block computes 1 with a factor of "
         f"{factor}",
     )
-    return {
-        "mscale": (attention - 1) / (0.1 * math.log(factor)) if factor > 1 else 1.0,
-        "mscale_all_dim": 0.0,
-    }
+    all_dim = float(all_dim or 0.0)
+    if factor <= 1:
+        return {"mscale": 1.0, "mscale_all_dim": all_dim}
+    grown = (attention or yarn_growth(factor, 1.0)) * yarn_growth(factor, all_dim)
+    return {"mscale": (grown - 1.0) / (0.1 * math.log(factor)), "mscale_all_dim": all_dim}
 
 
 def _write_scaling(model: ModelConfig) -> JsonObject:
@@ -193,31 +202,10 @@ def _write_scaling(model: ModelConfig) -> JsonObject:
 
 ROTARY = rotary()
 
-_LATENT_KINDS = ("default", "yarn")
-
-
-def _read_latent_mscale(rope: JsonObject, factor: float) -> JsonObject:
-    """Return ModelConfig's numbers of yarn, whose `mscale_all_dim` also multiplies the scores."""
-    names = ("mscale", "mscale_all_dim", "attention_factor")
-    mscale, all_dim, attention = (number(rope, name, None) for name in names)
-    if attention is None and mscale and all_dim:
-        return {"mscale": float(mscale), "mscale_all_dim": float(all_dim)}
-    if attention is None and not all_dim:
-        return {}
-    all_dim = float(all_dim or 0.0)
-    if factor <= 1:
-        return {"mscale": 1.0, "mscale_all_dim": all_dim}
-    grown = (attention or yarn_growth(factor, 1.0)) * yarn_growth(factor, all_dim)
-    return {"mscale": (grown - 1.0) / (0.1 * math.log(factor)), "mscale_all_dim": all_dim}
-
 
 def _read_latent_rope(config: JsonObject) -> JsonObject:
-    values = _read_rope(config, None, _LATENT_KINDS)
-    kind = values["position_embedding_type"]
-    if kind == YARN:
-        rope = config.get("rope_scaling") or config["rope_parameters"]
-        values |= _read_latent_mscale(rope, values["rotary_scaling_factor"])
-    return {**values, "rope_type": kind}
+    values = _read_rope(config, None, ("default", "yarn"), latent=True)
+    return {**values, "rope_type": values["position_embedding_type"]}
 
 
 def _write_latent_rope(model: ModelConfig) -> JsonObject:
