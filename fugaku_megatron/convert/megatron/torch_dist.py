@@ -65,10 +65,6 @@ def _is_tensor(stored: TensorStorageMetadata) -> bool:
     return len(ranks) == 1 and isinstance(dtype, torch.dtype) and all(map(_is_shape, shapes))
 
 
-def _is_place(place: Any) -> bool:
-    return type(place.relative_path) is str and _is_shape((place.offset, place.length))
-
-
 @dataclass(frozen=True)
 class _Assembly:
     """Tensor that is assembled from pieces, and its elements that a piece has filled."""
@@ -127,7 +123,9 @@ class DistFiles:
                 if isinstance(value, TensorStorageMetadata)
             }
             sound = all(map(_is_tensor, tensors.values())) and all(
-                isinstance(index, MetadataIndex) and _is_place(place)
+                isinstance(index, MetadataIndex)
+                and type(place.relative_path) is str
+                and _is_shape((place.offset, place.length))
                 for index, place in metadata.storage_data.items()
             )
         except UNREADABLE:
