@@ -142,17 +142,6 @@ def check_fields(architecture: Architecture, config: JsonObject) -> None:
         )
 
 
-def check_outer_fields(config: JsonObject, text: JsonObject) -> None:
-    """Raise ValueError for an unknown field next to a text_config, unless it repeats a field of text_config."""
-    known = _EVERYWHERE.union(OF_THE_WHOLE, *IGNORED_OUTSIDE.values())
-    for name, value in config.items():
-        check(
-            name in known or is_off(value) or name in text and text[name] == value,
-            f"{FILE}: {name} is {value!r:.80} next to text_config, which is not known of "
-            f"{config['model_type']} and may change the model: remove the field from {FILE} if it does not",
-        )
-
-
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -184,7 +173,7 @@ def plain_config(config: JsonObject) -> JsonObject:
 
 
 def text_config(config: JsonObject) -> JsonObject:
-    """Return the language model's part of a multimodal config.json."""
+    """Return the language model's part of a multimodal config.json. Raise ValueError for an unknown field next to it."""
     kinds = TEXT_OF[config["model_type"]]
     text = config.get("text_config")
     found = text.get("model_type") if isinstance(text, dict) else text
@@ -192,7 +181,14 @@ def text_config(config: JsonObject) -> JsonObject:
         raise ValueError(
             f"{FILE}: text_config has the model_type {found!r:.60}: it can be {' or '.join(kinds)}"
         )
-    check_outer_fields(config, text)
+    known = _EVERYWHERE.union(OF_THE_WHOLE, *IGNORED_OUTSIDE.values())
+    for name, value in config.items():
+        repeated = name in text and text[name] == value
+        check(
+            name in known or is_off(value) or repeated,
+            f"{FILE}: {name} is {value!r:.80} next to text_config, which is not known of "
+            f"{config['model_type']} and may change the model: remove the field from {FILE} if it does not",
+        )
     outer = {name: config[name] for name in OF_THE_WHOLE if config.get(name) is not None}
     return {**text, **outer, "architectures": None}
 

@@ -527,15 +527,19 @@ SCALED_EMBEDDING = Rule(
     lambda config: {"embedding_multiplier": integer(config, "hidden_size") ** 0.5},
     sets=("embedding_multiplier",),
 )
-MULTIPLIERS = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}
-_MULTIPLIED = (*MULTIPLIERS, "attention_multiplier")
+_MULTIPLIED = (
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+    "attention_multiplier",
+)
 
 
 MULTIPLIED = Rule(
     lambda config: {name: float(number(config, name, 1.0)) for name in _MULTIPLIED},
     lambda model: {
+        **{name: getattr(model, name) for name in _MULTIPLIED},
         "attention_multiplier": model.attention_scale,
-        **{name: getattr(model, name) for name in MULTIPLIERS},
     },
     _MULTIPLIED,
     _MULTIPLIED,
