@@ -350,6 +350,10 @@ GREEDY_GROUPS = Rule(
 )
 
 
+def _expert_layers(experts: list[bool]) -> JsonObject:
+    return {"moe_layer_freq": "1" if all(experts) else _list(experts)}
+
+
 def _read_first_dense(config: JsonObject) -> JsonObject:
     layers = layer_count(config)
     dense = config.get("first_k_dense_replace", 1)
@@ -358,7 +362,7 @@ def _read_first_dense(config: JsonObject) -> JsonObject:
         right,
         f"{FILE}: first_k_dense_replace is {dense!r:.60}, not a number of layers below {layers}",
     )
-    return {"moe_layer_freq": _list(layer >= dense for layer in range(layers)) if dense else "1"}
+    return _expert_layers([layer >= dense for layer in range(layers)])
 
 
 FIRST_DENSE = Rule(
@@ -380,7 +384,7 @@ def _read_mlp_layers(config: JsonObject) -> JsonObject:
         f"{FILE}: first_k_dense_replace is {dense!r:.40}, which transformers does not read, and mlp_layer_types "
         f"{kinds!r:.80}: correct one of them",
     )
-    return {"moe_layer_freq": "1" if all(experts) else _list(experts)}
+    return _expert_layers(experts)
 
 
 def _write_mlp_layers(model: ModelConfig) -> JsonObject:
@@ -590,10 +594,9 @@ def _read_sparse_layers(config: JsonObject) -> JsonObject:
     step = integer(config, "decoder_sparse_step", 1)
     right = isinstance(dense, list) and all(type(layer) is int for layer in dense)
     check(right, f"{FILE}: mlp_only_layers is {dense!r:.60}, not a list of layers")
-    experts = [
-        chosen and layer not in dense for layer, chosen in enumerate(every_nth(step, layers))
-    ]
-    return {"moe_layer_freq": "1" if all(experts) else _list(experts)}
+    return _expert_layers(
+        [chosen and layer not in dense for layer, chosen in enumerate(every_nth(step, layers))]
+    )
 
 
 SPARSE_LAYERS = Rule(
