@@ -71,6 +71,8 @@ CURVES = {
     "TP 2 x PP 2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
     "DP 2, ZeRO-1": (2, "--use-distributed-optimizer --overlap-grad-reduce"),
 }
+# Their weights depend on functions of PyTorch, a router's softmax and the exponentials of decays, whose bits depend on a CPU's vectors.
+OF_TORCH = ("experts", "delta net")
 
 
 def write_data(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Losses of small runs stay what they were: to the last bit with the portable kernels, within a tolerance with others.
+"""Losses of small runs stay what they were: to the last bit with the portable kernels alone, within a tolerance with others.
 
 A change that moves a curve names it in CHANGELOG.md, and `python -m tests.recorded.curves --write` records it.
 """
@@ -19,7 +19,10 @@ TARGETS = [kernels.active(), *sorted(EMULATED)]
 def test_a_curve_stays(name, tmp_path):
     curves.write_data(tmp_path)
     with kernels.target(curves.PORTABLE):
-        assert curves.curve(name, tmp_path) == RECORDED[name].losses
+        found = curves.curve(name, tmp_path)
+    before = RECORDED[name]
+    assert found == before.losses or name in curves.OF_TORCH
+    assert curves.difference(found, before.losses) <= before.tolerance
 
 
 @pytest.mark.parametrize("target", TARGETS)

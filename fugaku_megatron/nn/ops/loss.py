@@ -159,7 +159,8 @@ def _block_loss(
         )
         if slope is not None:
             dlogits.mul_(slope)
-    log_sum = torch.log(sum_exp)
+    # torch.log in FP32 has other bits on CPUs with other vectors.
+    log_sum = sum_exp.double().log().float()
     z = log_sum + row_max
     added = call.z_loss * z * z
     losses = (log_sum - target_logit + added).masked_fill_(labels < 0, 0.0)
