@@ -357,17 +357,20 @@ def native_stacks(process: int, until: float) -> str:
     if command is None:
         return ""
     seconds = max(0.0, until - time.monotonic())
-    try:
-        done = subprocess.run(
-            [*command, str(process)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=seconds,
-        )
-    except OSError as error:
-        return f"{command[0]}: {error.strerror}\n"
-    except subprocess.TimeoutExpired as error:
-        frames = (error.stdout or b"").decode(errors="replace")
-        return frames + f"{command[0]} was not ready within {seconds:.0f} s\n"
-    return done.stdout.decode(errors="replace")
+    # In a file: a debugger stops this process, which could not read a pipe.
+    with tempfile.TemporaryFile("w+", errors="replace") as frames:
+        late = ""
+        try:
+            subprocess.run(
+                [*command, str(process)],
+                stdin=subprocess.DEVNULL,
+                stdout=frames,
+                stderr=subprocess.DEVNULL,
+                timeout=seconds,
+            )
+        except OSError as error:
+            return f"{command[0]}: {error.strerror}\n"
+        except subprocess.TimeoutExpired:
+            late = f"{command[0]} was not ready within {seconds:.0f} s\n"
+        frames.seek(0)
+        return frames.read() + late
