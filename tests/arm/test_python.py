@@ -113,10 +113,11 @@ def test_losses_and_tokens_are_those_of_this_machine(emulated, expected):
     assert len(tokens) == 5 and tokens == expected["tokens"]["llama"]
 
 
-def test_a_recorded_curve_is_repeated(emulated, curve):
+def test_the_beginning_of_a_recorded_curve_is_repeated(emulated, curve):
     before = curves.recorded()[curve]
     found = emulated[0]["losses"]["curve"]
-    assert curves.difference(found, before.losses) <= before.tolerance
+    assert len(found) == 5
+    assert curves.difference(found, before.losses[: len(found)]) <= before.tolerance
 
 
 @pytest.mark.slow

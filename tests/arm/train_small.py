@@ -140,7 +140,7 @@ def main(world: Comm) -> None:
     if name := os.environ.get("CURVE"):
         with tempfile.TemporaryDirectory() as folder:
             curves.write_data(Path(folder))
-            result["losses"]["curve"] = curves.curve(name, Path(folder))
+            result["losses"]["curve"] = curves.curve(name, Path(folder), "--exit-interval 25")
     if world.rank == 0:
         Path(output).write_text(json.dumps(result))
 

@@ -92,12 +92,12 @@ def words_of_base(data: Path) -> str:
     return f"{MODEL} --data-path {data} --train-iters {BASE_ITERATIONS}"
 
 
-def curve(name: str, folder: Path) -> Losses:
-    """Return every fifth loss of a run with the data in `folder` and the kernels in use."""
+def curve(name: str, folder: Path, more: str = "") -> Losses:
+    """Return every fifth loss of a run with the data in `folder` and the kernels in use. more: flags"""
     torch.set_num_threads(1)
     ranks, flags = CURVES[name]
     data = folder / ("chats" if "--sft" in flags else "text")
-    words = f"{MODEL} {flags} --data-path {data}"
+    words = f"{MODEL} {flags} --data-path {data} {more}"
     with contextlib.redirect_stdout(io.StringIO()):
         if flags == LORA:
             base = folder / "base"
