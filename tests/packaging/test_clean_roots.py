@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.checks.once import once
-from tests.packaging.clean_root import PEOPLE, PYTHON, Copy, missing, with_packages
+from tests.packaging.clean_root import PEOPLE, PYTHON, Copy, Person, missing, with_packages
 from tools import other_torch
 
 pytestmark = [
@@ -66,14 +66,18 @@ def saved_iteration(root: Copy, checkpoint: str) -> str:
     return (root.path(checkpoint) / "latest_checkpointed_iteration.txt").read_text()
 
 
+def make_train(root: Copy, person: Person) -> None:
+    """Run four iterations of `make train` in the checkout, and find their checkpoint."""
+    printed = done(root.run("make train TRAIN_FLAGS='--train-iters 4'", person, CHECKOUT))
+    assert " iteration        4/       4 |" in printed and "world size 2" in printed
+    assert saved_iteration(root, f"{CHECKOUT}/demo/checkpoint") == "4\n"
+
+
 @pytest.mark.parametrize("release, name", [("bookworm", "root"), ("trixie", "homeless")])
 def test_make_train(folder, release, name):
     root = clean_copy(folder, release, COMPILERS)
     root.add_checkout(PEOPLE[name], CHECKOUT)
-    command = "make train TRAIN_FLAGS='--train-iters 4'"
-    printed = done(root.run(command, PEOPLE[name], CHECKOUT))
-    assert " iteration        4/       4 |" in printed and "world size 2" in printed
-    assert saved_iteration(root, f"{CHECKOUT}/demo/checkpoint") == "4\n"
+    make_train(root, PEOPLE[name])
 
 
 @pytest.mark.parametrize(
@@ -93,9 +97,7 @@ def test_make_train_with_debians_mpi(folder, release, name, packages, library):
     program = "from mpi4py import MPI; print(MPI.Get_library_version())"
     version = root.run(f'.venv/bin/python -c "{program}"', PEOPLE[name], CHECKOUT)
     assert library in done(version)
-    printed = done(root.run("make train TRAIN_FLAGS='--train-iters 4'", PEOPLE[name], CHECKOUT))
-    assert " iteration        4/       4 |" in printed and "world size 2" in printed
-    assert saved_iteration(root, f"{CHECKOUT}/demo/checkpoint") == "4\n"
+    make_train(root, PEOPLE[name])
 
 
 @pytest.mark.parametrize("release, name", [("bookworm", "homeless"), ("trixie", "nobody")])
