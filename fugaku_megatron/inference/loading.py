@@ -30,9 +30,8 @@ from ..config.model import ModelConfig
 from ..config.precision import PrecisionConfig
 from ..config.run_config import RunConfig, saved_run
 from ..host import kernels
-from ..nn.experts import ExpertLinear
 from ..nn.forward_context import Pass
-from ..nn.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from ..nn.layers import LinearLayer
 from ..nn.model import VOCABULARY, Stage
 from ..nn.ops import Ops, quantize_activations
 from ..nn.parameter import PARAMETER_DTYPES, ModelParameter, Q8Weight, parameters_of, scales_of
@@ -43,7 +42,6 @@ from .tokenizer_choice import choose_tokenizer
 
 Q8 = "q8"
 WEIGHTS_FORMATS = (*PARAMETER_DTYPES, Q8)  # of --weights-format
-LINEAR_LAYERS = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, ExpertLinear)
 FEW_ROWS = 16  # of a matmul that is faster without packing its weight (measured on Zen 4)
 
 
@@ -217,7 +215,7 @@ def _fill(
 def quantize(part: nn.Module) -> None:
     """Store the weights of linear layers and of a stage's head in eight bits. A tied embedding stays as it is, next to the head."""
     for module in part.modules():
-        if isinstance(module, LINEAR_LAYERS):
+        if isinstance(module, LinearLayer):
             module.weight = _quantized(module.weight)
     if isinstance(part, Stage) and part.last:
         part.last.output_weight = _quantized(part.last.output_weight)

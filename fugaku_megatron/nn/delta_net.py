@@ -17,7 +17,6 @@ from .attention.context_parallel import to_heads, to_rows
 from .attention.kv_cache import DeltaState
 from .forward_context import Pass, Rows
 from .layers import ColumnParallelLinear, Context, RowParallelLinear
-from .ops import recompute
 from .ops.delta_net import DeltaGates, DeltaHeads
 from .parameter import rows_of
 
@@ -160,9 +159,6 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """Apply the layer, (s, b, h) -> (s, b, h)."""
         projected = self.in_proj(x, forward_pass)
-        if self.context.recomputes(CORE_ATTN, projected, forward_pass):
-            mixed = recompute(self.mix, projected, forward_pass)
-        else:
-            mixed = self.mix(projected, forward_pass)
+        mixed = self.context.run(CORE_ATTN, self.mix, projected, forward_pass)
         out: Tensor = self.out_proj(mixed, forward_pass)
         return out

@@ -29,7 +29,7 @@ from ..costs.mlp import exchanged_groups
 from .adapters import INPUTS, OUTPUTS, AdaptedExperts
 from .blocks import MLP
 from .forward_context import Pass
-from .layers import Context
+from .layers import Context, LinearLayer
 from .ops import Ops
 from .ops.activation import Activation
 from .parameter import as_rows, gradient_of, is_frozen, row_groups
@@ -271,43 +271,6 @@ def _sum_of_experts(
     return apply_saving(forward, backward, x, scores)
 
 
-class ExpertLinear(nn.Module):
-    """One matrix (e, *outputs, inputs) of every expert, with adapters.
-
-    split: ranks that share an expert shard its inputs, otherwise the last of `outputs`.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        outputs: tuple[int, ...],
-        inputs: int,
-        split: bool,
-        std: float,
-        context: Context,
-    ) -> None:
-        super().__init__()
-        experts = (context.model.num_experts or 0,)
-        self.weight = context.parameter(
-            f"{name}.weight",
-            (*experts, *outputs, inputs),
-            len(outputs) + split,
-            std,
-            experts=True,
-            quantized=context.lora.base_in_int8,
-        )
-        self.bias = None
-        if not context.model.disable_bias_linear:
-            self.bias = context.parameter(
-                f"{name}.bias",
-                (*experts, *outputs),
-                None if split else len(outputs),
-                experts=True,
-            )
-        divided = INPUTS if split else OUTPUTS
-        self.adapter = context.adapter(name, inputs, outputs, divided, experts)
-
-
 class ExpertMatrices(nn.Module):
     """Matrices of every expert: (e, 2, f, h) with a gate or (e, f, h), and (e, h, f)."""
 
@@ -317,12 +280,12 @@ class ExpertMatrices(nn.Module):
         f = model.moe_ffn_hidden_size or 0
         h = model.hidden_size
         first = (2, f) if model.gated else (f,)
-        self.linear_fc1 = ExpertLinear(
-            f"{name}.linear_fc1", first, h, False, model.init_method_std, context
+        bias = not model.disable_bias_linear
+        experts = (model.num_experts or 0,)
+        self.linear_fc1 = LinearLayer(
+            f"{name}.linear_fc1", h, first, OUTPUTS, context, bias, experts
         )
-        self.linear_fc2 = ExpertLinear(
-            f"{name}.linear_fc2", (h,), f, True, context.output_std, context
-        )
+        self.linear_fc2 = LinearLayer(f"{name}.linear_fc2", f, (h,), INPUTS, context, bias, experts)
 
     @property
     def adapts(self) -> bool:

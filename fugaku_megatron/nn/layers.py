@@ -37,12 +37,14 @@ from .attention.heads import Angles
 from .attention.rotary_angles import rotary_angles
 from .dropout_key import Dropout
 from .forward_context import Pass
-from .ops import DropoutKey, Ops
-from .ops.norm import LayerNormArguments, torch_layer_norm
+from .ops import DropoutKey, Ops, recompute
+from .ops.norm import NormArguments, torch_layer_norm
 from .parameter import ModelParameter, ParameterSpec, derived
 
 # Dropout sites of a layer. A mask's stream is layer * len(SITES) + site; the embedding is layer 0 and layers count from 1.
 SITES = ("residual_1", "residual_2", "attention", "embedding")
+
+MakeParameter = Callable[..., ModelParameter]  # as `Context.parameter`
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,14 @@ class Context:
         """Return True if backward repeats a module with input x. Below the lowest adapter there is no backward."""
         selective = forward_pass.recompute == SELECTIVE
         return selective and module in self.recompute_modules and x.requires_grad
+
+    def run(
+        self, module: str, function: Callable[..., Tensor], x: Tensor, forward_pass: Pass
+    ) -> Tensor:
+        """Return function(x, forward_pass), which selective recompute of the module repeats in backward."""
+        if self.recomputes(module, x, forward_pass):
+            return recompute(function, x, forward_pass)
+        return function(x, forward_pass)
 
     def cp_comm_type(self, layer: int) -> str:
         return self.cp_comm_types[layer - 1] if self.cp_comm_types else A2A
@@ -197,25 +207,6 @@ class Context:
         )
         return parameter
 
-    def adapter(
-        self,
-        name: str,
-        inputs: int,
-        outputs: tuple[int, ...],
-        divided: str | None = OUTPUTS,
-        experts: tuple[int, ...] = (),
-    ) -> Adapter | None:
-        """Build a linear layer's adapter, or return None if the run does not adapt the layer.
-
-        Arguments as in `Adapter`.
-        """
-        if not self.lora.on:
-            return None
-        parts = self.lora.parts(name.rsplit(".", 1)[-1], self.model)
-        if not parts:
-            return None
-        return Adapter(name, parts, inputs, outputs, divided, self, experts)
-
     @cached_property
     def _tables(self) -> dict[int, dict[str, Angles]]:
         return {}
@@ -278,11 +269,47 @@ def hidden_dropout(
     return Dropout(context.model.hidden_dropout if forward_pass.training else 0.0, key)
 
 
-class ColumnParallelLinear(nn.Module):
-    """Y = X W^T + bias with W's rows sharded over tensor-parallel ranks: whole input, sharded output.
+class LinearLayer(nn.Module):
+    """Weight (*experts, *outputs, inputs), bias (*experts, *outputs) and adapter of a linear layer.
 
     outputs: (outputs,), or (2, f) for gate and value of an MLP, which are both sharded.
+    divided: OUTPUTS, INPUTS, or None if every tensor-parallel rank has the weight.
+    experts: (e,) if each expert has a matrix.
     """
+
+    def __init__(
+        self,
+        name: str,
+        inputs: int,
+        outputs: tuple[int, ...],
+        divided: str | None,
+        context: Context,
+        bias: bool,
+        experts: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__()
+        self.context = context
+        model = context.model
+        rows = (*experts, *outputs)
+        dims = {OUTPUTS: len(rows) - 1, INPUTS: len(rows), None: None}
+        make = partial(context.parameter, experts=bool(experts))
+        self.weight = make(
+            f"{name}.weight",
+            (*rows, inputs),
+            dims[divided],
+            context.output_std if divided == INPUTS else model.init_method_std,
+            quantized=context.lora.base_in_int8,
+        )
+        self.bias = None
+        if bias:
+            self.bias = make(f"{name}.bias", rows, dims[divided] if divided == OUTPUTS else None)
+        self.adapter: Adapter | None = None
+        if parts := context.lora.parts(name.rsplit(".", 1)[-1], model):
+            self.adapter = Adapter(name, parts, inputs, outputs, divided, context, experts)
+
+
+class ColumnParallelLinear(LinearLayer):
+    """Y = X W^T + bias with W's rows sharded over tensor-parallel ranks: whole input, sharded output."""
 
     def __init__(
         self,
@@ -292,18 +319,7 @@ class ColumnParallelLinear(nn.Module):
         context: Context,
         bias: bool = True,
     ) -> None:
-        super().__init__()
-        self.context = context
-        dim = len(outputs) - 1
-        self.weight = context.parameter(
-            f"{name}.weight",
-            (*outputs, inputs),
-            dim,
-            context.model.init_method_std,
-            quantized=context.lora.base_in_int8,
-        )
-        self.bias = context.parameter(f"{name}.bias", outputs, dim) if bias else None
-        self.adapter = context.adapter(name, inputs, outputs)
+        super().__init__(name, inputs, outputs, OUTPUTS, context, bias)
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """Apply the layer, (s, b, inputs) -> (s, b, outputs / tp)."""
@@ -314,23 +330,13 @@ class ColumnParallelLinear(nn.Module):
         return y if self.adapter is None else self.adapter.add(x, y, forward_pass)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(LinearLayer):
     """Y = X W^T with W's columns sharded over tensor-parallel ranks: sharded input, whole output. The bias is added with the residual."""
 
     def __init__(
         self, name: str, inputs: int, outputs: int, context: Context, bias: bool = True
     ) -> None:
-        super().__init__()
-        self.context = context
-        self.weight = context.parameter(
-            f"{name}.weight",
-            (outputs, inputs),
-            1,
-            context.output_std,
-            quantized=context.lora.base_in_int8,
-        )
-        self.bias = context.parameter(f"{name}.bias", (outputs,)) if bias else None
-        self.adapter = context.adapter(name, inputs, (outputs,), INPUTS)
+        super().__init__(name, inputs, (outputs,), INPUTS, context, bias)
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """Apply the layer without the bias, (s, b, inputs / tp) -> (s, b, outputs)."""
@@ -341,19 +347,11 @@ class RowParallelLinear(nn.Module):
         return y if self.adapter is None else self.adapter.add(x, y, forward_pass)
 
 
-class ReplicatedLinear(nn.Module):
+class ReplicatedLinear(LinearLayer):
     """Y = X W^T with W on every tensor-parallel rank, for this rank's rows of X."""
 
     def __init__(self, name: str, inputs: int, outputs: int, context: Context) -> None:
-        super().__init__()
-        self.context = context
-        self.weight = context.parameter(
-            f"{name}.weight",
-            (outputs, inputs),
-            std=context.model.init_method_std,
-            quantized=context.lora.base_in_int8,
-        )
-        self.adapter = context.adapter(name, inputs, (outputs,), None)
+        super().__init__(name, inputs, (outputs,), None, context, bias=False)
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """Apply the layer, (s, b, inputs) -> (s, b, outputs)."""
@@ -430,52 +428,58 @@ class Norm(nn.Module):
         return total, self(total)
 
     def scale(self) -> Tensor:
-        return scale(self.weight, self.centered)
-
-
-def scale(weight: Tensor, centered: bool) -> Tensor:
-    """Return a norm's factors (h) from its weight."""
-    return derived(weight, weight.detach() + 1.0) if centered else weight
+        """Return the norm's factors (h) from its weight."""
+        weight = self.weight
+        return derived(weight, weight.detach() + 1.0) if self.centered else weight
 
 
 class WeightedNorm(Norm):
-    """Norm with a learned scale (h), stored minus 1 if centered. width: h; None: the hidden size"""
+    """Norm with a learned scale (h), stored minus 1 if centered, and perhaps a bias (h).
 
-    def __init__(self, name: str, context: Context, width: int | None = None) -> None:
+    width: h; None: the hidden size
+    make: builds a parameter (default: `Context.parameter`)
+    """
+
+    has_bias = False
+
+    def __init__(
+        self,
+        name: str,
+        context: Context,
+        width: int | None = None,
+        make: MakeParameter | None = None,
+    ) -> None:
         super().__init__(name, context)
-        self.width = width or context.model.hidden_size
-        self.weight = context.parameter(f"{name}.weight", (self.width,), fill=1.0 - self.centered)
+        size = (width or context.model.hidden_size,)
+        make = make or context.parameter
+        self.weight = make(f"{name}.weight", size, fill=1.0 - self.centered)
+        self.bias = make(f"{name}.bias", size) if self.has_bias else None
 
 
-class LayerNorm(WeightedNorm):
-    """Layer norm with scale and bias (h), fused with the residual sum."""
+class KernelNorm(WeightedNorm):
+    """Norm that the C++ kernels fuse with the residual sum."""
 
-    def __init__(self, name: str, context: Context, width: int | None = None) -> None:
-        super().__init__(name, context, width)
-        self.bias = context.parameter(f"{name}.bias", (self.width,))
+    @property
+    def arguments(self) -> NormArguments:
+        return NormArguments(self.scale(), self.bias, self.epsilon)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.ops.layer_norm(x, self.scale(), self.bias, self.epsilon)
+        return self.ops.norm(x, self.arguments)
 
     def add_and_normalize(
         self, x: Tensor, bias: Tensor | None, residual: Tensor, dropped: Dropout
     ) -> tuple[Tensor, Tensor]:
-        norm = LayerNormArguments(self.scale(), self.bias, self.epsilon)
-        return self.ops.bias_dropout_add_layer_norm(x, bias, residual, dropped, norm)
+        return self.ops.bias_dropout_add_norm(x, bias, residual, dropped, self.arguments)
 
 
-class RMSNorm(WeightedNorm):
-    """RMS norm with scale (h), fused with the residual sum."""
+class LayerNorm(KernelNorm):
+    """Layer norm with scale and bias (h)."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.ops.rms_norm(x, self.scale(), self.epsilon)
+    has_bias = True
 
-    def add_and_normalize(
-        self, x: Tensor, bias: Tensor | None, residual: Tensor, dropped: Dropout
-    ) -> tuple[Tensor, Tensor]:
-        return self.ops.bias_dropout_add_rms_norm(
-            x, bias, residual, dropped, self.scale(), self.epsilon
-        )
+
+class RMSNorm(KernelNorm):
+    """RMS norm with scale (h)."""
 
 
 class PlainLayerNorm(Norm):
@@ -492,30 +496,10 @@ class LayerNormWithoutBias(WeightedNorm):
         return torch_layer_norm(x, self.scale(), None, self.epsilon)
 
 
-class HeadNorm(nn.Module):
-    """Norm of queries or keys over head size d, with the same weight (and LayerNorm bias) for all heads.
-
-    Replicated; each rank computes the gradient from its own heads. With --qk-layernorm-all-heads the norm is over all heads of the model
-    together, with a weight per element, which is sharded like the heads.
-
-    heads: of the model.
-    """
-
-    def __init__(self, name: str, heads: int, context: Context) -> None:
-        super().__init__()
-        together = heads if context.model.qk_layernorm_all_heads else 1
-        size = (together * context.model.kv_channels,)
-        self.centered = context.model.apply_layernorm_1p
-        self.bias = None
-        make = partial(context.parameter, decays=context.decays_qk_layernorm)
-        if context.model.qk_layernorm_all_heads:
-            self.weight = make(f"{name}.weight", size, 0, fill=1.0 - self.centered)
-            return
-        make = partial(make, sequence_parallel=True)
-        self.weight = make(f"{name}.weight", size, fill=1.0 - self.centered)
-        kernel = context.model.norm.kernel
-        if kernel is not None and kernel.bias:
-            self.bias = make(f"{name}.bias", size)
-
-    def scale(self) -> Tensor:
-        return scale(self.weight, self.centered)
+def inner_norm(
+    name: str, context: Context, width: int, make: MakeParameter | None = None
+) -> KernelNorm:
+    """Build an attention's norm of queries, keys or latents. Arguments as in `WeightedNorm`."""
+    kernel = context.model.norm.kernel
+    layer = LayerNorm if kernel is not None and kernel.bias else RMSNorm
+    return layer(name, context, width, make)

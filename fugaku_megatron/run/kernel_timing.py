@@ -21,7 +21,7 @@ from ..nn.ops import BACKENDS, DropoutKey, Ops
 from ..nn.ops.activation import Activation
 from ..nn.ops.loss import HeadLoss
 from ..nn.ops.mlp import MLPWeights
-from ..nn.ops.norm import LayerNormArguments
+from ..nn.ops.norm import NormArguments
 from ..nn.parameter import PARAMETER_DTYPES
 from ..text.table import Column, text_table
 
@@ -103,11 +103,9 @@ def _mlp(model: ModelConfig, x: Tensor, tp: int) -> Callable[[Ops], Tensor]:
 def _add_and_normalize(model: ModelConfig, x: Tensor) -> Callable[[Ops], Tensor]:
     add, norm, norm_bias = (_weight(model.hidden_size, dtype=x.dtype) for _ in range(3))
     dropped = Dropout(model.hidden_dropout, DropoutKey(1, 0, 0, sample_dim=1))
-    epsilon = model.layernorm_epsilon
-    if model.norm.kernel is not None and not model.norm.kernel.bias:
-        return lambda ops: ops.bias_dropout_add_rms_norm(x, add, x, dropped, norm, epsilon)[1].sum()
-    layer_norm = LayerNormArguments(norm, norm_bias, epsilon)
-    return lambda ops: ops.bias_dropout_add_layer_norm(x, add, x, dropped, layer_norm)[1].sum()
+    is_rms = model.norm.kernel is not None and not model.norm.kernel.bias
+    call = NormArguments(norm, None if is_rms else norm_bias, model.layernorm_epsilon)
+    return lambda ops: ops.bias_dropout_add_norm(x, add, x, dropped, call)[1].sum()
 
 
 def _seconds(case: Callable[[Ops], Tensor], ops: Ops) -> float:

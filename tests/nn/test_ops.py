@@ -17,7 +17,7 @@ from fugaku_megatron.nn.ops.activation import Activation
 from fugaku_megatron.nn.ops.dropout import add_bias
 from fugaku_megatron.nn.ops.loss import HeadLoss
 from fugaku_megatron.nn.ops.mlp import MLPWeights
-from fugaku_megatron.nn.ops.norm import LayerNormArguments
+from fugaku_megatron.nn.ops.norm import NormArguments
 from tests.checks.ops import (
     DTYPES,
     OUT,
@@ -95,8 +95,20 @@ GATED = (2, 20, H)
 OPERATIONS = {  # (with ops, in plain torch, shapes of inputs, shapes of weights, how many roundings more than one)
     "linear": (lambda o, *a: o.linear(*a), F.linear, [X], [(OUT, H), (OUT,)], 1),
     "linear, no bias": (lambda o, *a: o.linear(*a), F.linear, [X], [(OUT, H)], 1),
-    "layer norm": (lambda o, *a: o.layer_norm(*a, 1e-3), norm, [X], [(H,), (H,)], 1),
-    "rms norm": (lambda o, *a: o.rms_norm(*a, 1e-3), plain_rms_norm, [X], [(H,)], 1),
+    "layer norm": (
+        lambda o, x, w, c: o.norm(x, NormArguments(w, c, 1e-3)),
+        norm,
+        [X],
+        [(H,), (H,)],
+        1,
+    ),
+    "rms norm": (
+        lambda o, x, w: o.norm(x, NormArguments(w, None, 1e-3)),
+        plain_rms_norm,
+        [X],
+        [(H,)],
+        1,
+    ),
     "gelu": (lambda o, x: Activation("gelu").functions.value(x), plain_gelu, [X], [], 1),
     "add bias": (lambda o, *a: add_bias(*a), torch.add, [X], [(H,)], 1),
     "mlp": (
@@ -164,7 +176,7 @@ OPERATIONS = {  # (with ops, in plain torch, shapes of inputs, shapes of weights
     ),
     "residual and layer norm": (
         lambda o, x, r, b, w, c: both(
-            o.bias_dropout_add_layer_norm(x, b, r, Dropout(P, KEY), LayerNormArguments(w, c, 1e-3))
+            o.bias_dropout_add_norm(x, b, r, Dropout(P, KEY), NormArguments(w, c, 1e-3))
         ),
         lambda x, r, b, *w: both((total := r + (x + b) * KEEP, norm(total, *w))),
         [X, X],
@@ -173,9 +185,7 @@ OPERATIONS = {  # (with ops, in plain torch, shapes of inputs, shapes of weights
     ),
     "residual and layer norm, no bias, no dropout": (
         lambda o, x, r, w, c: both(
-            o.bias_dropout_add_layer_norm(
-                x, None, r, Dropout(0.0, KEY), LayerNormArguments(w, c, 1e-3)
-            )
+            o.bias_dropout_add_norm(x, None, r, Dropout(0.0, KEY), NormArguments(w, c, 1e-3))
         ),
         lambda x, r, *w: both((x + r, norm(x + r, *w))),
         [X, X],
@@ -183,7 +193,9 @@ OPERATIONS = {  # (with ops, in plain torch, shapes of inputs, shapes of weights
         4,
     ),
     "residual and rms norm": (
-        lambda o, x, r, b, w: both(o.bias_dropout_add_rms_norm(x, b, r, Dropout(P, KEY), w, 1e-3)),
+        lambda o, x, r, b, w: both(
+            o.bias_dropout_add_norm(x, b, r, Dropout(P, KEY), NormArguments(w, None, 1e-3))
+        ),
         lambda x, r, b, w: both((total := r + (x + b) * KEEP, plain_rms_norm(total, w))),
         [X, X],
         [(H,), (H,)],
@@ -191,7 +203,7 @@ OPERATIONS = {  # (with ops, in plain torch, shapes of inputs, shapes of weights
     ),
     "residual and rms norm, no bias, no dropout": (
         lambda o, x, r, w: both(
-            o.bias_dropout_add_rms_norm(x, None, r, Dropout(0.0, KEY), w, 1e-3)
+            o.bias_dropout_add_norm(x, None, r, Dropout(0.0, KEY), NormArguments(w, None, 1e-3))
         ),
         lambda x, r, w: both((x + r, plain_rms_norm(x + r, w))),
         [X, X],

@@ -7,17 +7,17 @@ n heads of this rank, d elements of a query or key, of which r are rotated, v el
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
-from pkgutil import resolve_name
 
 import torch
 from torch import Tensor
 
-from ...config.training import MLA_UP_PROJ
+from ...config.training import CORE_ATTN, MLA_UP_PROJ
 from ...costs.attention import cache_slots
 from ..backward import rebuilt
 from ..forward_context import Pass
-from ..layers import ColumnParallelLinear, Context, ReplicatedLinear, WeightedNorm
+from ..layers import ColumnParallelLinear, Context, KernelNorm, ReplicatedLinear, inner_norm
 from ..ops.rotary import Rotary
 from .heads import Heads
 from .kv_cache import LayerCache
@@ -33,8 +33,8 @@ class MultiLatentAttention(Attention):
         h = model.hidden_size
         n = model.num_attention_heads
         of_queries = n * model.kv_channels
-        self.q_layernorm: WeightedNorm | None = None
-        self.kv_layernorm: WeightedNorm | None = None
+        self.q_layernorm: KernelNorm | None = None
+        self.kv_layernorm: KernelNorm | None = None
         if model.q_lora_rank is None:
             self.linear_q_proj = self._up(f"{name}.linear_q_proj", h, of_queries)
         else:
@@ -56,11 +56,10 @@ class MultiLatentAttention(Attention):
     def _up(self, name: str, inputs: int, outputs: int) -> ColumnParallelLinear:
         return ColumnParallelLinear(name, inputs, (outputs,), self.context, bias=False)
 
-    def _norm(self, name: str, width: int) -> WeightedNorm | None:
+    def _norm(self, name: str, width: int) -> KernelNorm | None:
         if not self.context.model.qk_layernorm:
             return None
-        layer: type[WeightedNorm] = resolve_name(self.context.model.norm.layer)
-        norm = layer(name, self.context, width)
+        norm = inner_norm(name, self.context, width)
         norm.epsilon = self.context.model.latent_epsilon
         return norm
 
@@ -112,11 +111,9 @@ class MultiLatentAttention(Attention):
         if rows is None:
             to_heads = partial(self._to_heads, of_queries, of_keys, shared_key, forward_pass)
             qkv = to_heads()
-            if self.context.recomputes(MLA_UP_PROJ, qkv, forward_pass):
-                with rebuilt(qkv, to_heads):
-                    context = self.attend_or_recompute(qkv, forward_pass)
-            else:
-                context = self.attend_or_recompute(qkv, forward_pass)
+            again = self.context.recomputes(MLA_UP_PROJ, qkv, forward_pass)
+            with rebuilt(qkv, to_heads) if again else nullcontext():
+                context = self.context.run(CORE_ATTN, self.attend, qkv, forward_pass)
         elif rows.one_each and self.linear_kv_up_proj.adapter is None:
             context = self._decode_latents(of_queries, of_keys, shared_key, forward_pass)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,12 @@ from ..forward_context import Pass, Rows
 from ..layers import (
     ColumnParallelLinear,
     Context,
-    HeadNorm,
+    KernelNorm,
     RowParallelLinear,
     dropout_stream,
+    inner_norm,
 )
-from ..ops import DropoutKey, recompute
+from ..ops import DropoutKey
 from ..ops.norm import sharded_rms_norm
 from ..ops.output_gate import gated, split_gate
 from ..ops.rotary import HeadNorms, Rotary
@@ -214,12 +216,6 @@ class Attention(nn.Module):
         call = self.call(s, context.tp.rank * self.heads.heads * s, forward_pass)
         return context.ops.shared_attention(qkv, call, context.cp, self.cp_comm_type)
 
-    def attend_or_recompute(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
-        """Return attention, which selective recompute repeats in backward."""
-        if self.context.recomputes(CORE_ATTN, qkv, forward_pass):
-            return recompute(self.attend, qkv, forward_pass)
-        return self.attend(qkv, forward_pass)
-
 
 class SelfAttention(Attention):
     """Attention whose queries, keys and values are one projection."""
@@ -230,13 +226,25 @@ class SelfAttention(Attention):
         self.linear_qkv = ColumnParallelLinear(
             f"{name}.linear_qkv", model.hidden_size, (model.qkv_width,), context, model.qkv_bias
         )
-        self.q_layernorm: HeadNorm | None = None
-        self.k_layernorm: HeadNorm | None = None
+        self.q_layernorm: KernelNorm | None = None
+        self.k_layernorm: KernelNorm | None = None
         if model.qk_layernorm:
-            heads = model.num_attention_heads
-            self.q_layernorm = HeadNorm(f"{name}.q_layernorm", heads, context)
-            self.k_layernorm = HeadNorm(f"{name}.k_layernorm", model.query_groups, context)
+            self.q_layernorm = self._norm(f"{name}.q_layernorm", model.num_attention_heads)
+            self.k_layernorm = self._norm(f"{name}.k_layernorm", model.query_groups)
         self.add_output(name)
+
+    def _norm(self, name: str, heads: int) -> KernelNorm:
+        """Build the norm of queries or keys over head size d, with the same weight (and LayerNorm bias) for all heads.
+
+        Replicated; each rank computes the gradient from its own heads. With --qk-layernorm-all-heads the norm is over all heads of the
+        model together, with a weight per element, which is sharded like the heads.
+        """
+        context = self.context
+        size = context.model.kv_channels
+        make = partial(context.parameter, decays=context.decays_qk_layernorm)
+        if context.model.qk_layernorm_all_heads:
+            return inner_norm(name, context, heads * size, partial(make, partition_dim=0))
+        return inner_norm(name, context, size, partial(make, sequence_parallel=True))
 
     def apply_rotary(self, qkv: Tensor, angles: Angles | None, positions: Tensor | None) -> Tensor:
         """Normalize and rotate the queries and keys of qkv.
@@ -258,7 +266,6 @@ class SelfAttention(Attention):
         return self.context.ops.rotary(qkv, call)
 
     def _normed(self, qkv: Tensor) -> Tensor:
-        ops = self.context.ops
         model = self.context.model
         *parts, values = self.heads.split(qkv)
         norms = (self.q_layernorm, self.k_layernorm)
@@ -273,11 +280,7 @@ class SelfAttention(Attention):
         for part, norm in zip(parts, norms, strict=True):
             assert norm is not None, "the model normalises queries and keys"
             x = part.flatten(2) if model.qk_layernorm_all_heads else part.contiguous()
-            if norm.bias is None:
-                y = ops.rms_norm(x, norm.scale(), model.layernorm_epsilon)
-            else:
-                y = ops.layer_norm(x, norm.scale(), norm.bias, model.layernorm_epsilon)
-            normed.append(y.view(part.shape))
+            normed.append(norm(x).view(part.shape))
         return torch.cat((*normed, values), 3).view(qkv.shape)
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
@@ -286,7 +289,7 @@ class SelfAttention(Attention):
         gates = None
         if self.context.model.attention_output_gate:
             qkv, gates = split_gate(qkv, self.own_heads)
-        context = self.attend_or_recompute(qkv, forward_pass)
+        context = self.context.run(CORE_ATTN, self.attend, qkv, forward_pass)
         if gates is not None:
             context = gated(context, gates)
         projected: Tensor = self.linear_proj(context, forward_pass)

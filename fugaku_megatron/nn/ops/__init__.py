@@ -28,7 +28,6 @@ from . import (
     gemm,
     grouped_gemm,
     loss,
-    norm,
     overlapped,
 )
 from . import attention as _attention
@@ -36,6 +35,7 @@ from . import dropout as _dropout
 from . import embedding as _embedding
 from . import latent_qkv as _latent_qkv
 from . import mlp as _mlp
+from . import norm as _norm
 from . import rotary as _rotary
 from .backend import BACKENDS, FAMILIES, Backend
 
@@ -127,10 +127,8 @@ class Ops(Backend):
     cached_convolution = delta_net.cached_convolution
     gated_rms_norm = delta_net.gated_rms_norm
 
-    layer_norm = norm.layer_norm
-    rms_norm = norm.rms_norm
-    bias_dropout_add_layer_norm = norm.bias_dropout_add_layer_norm
-    bias_dropout_add_rms_norm = norm.bias_dropout_add_rms_norm
+    norm = _norm.norm
+    bias_dropout_add_norm = _norm.bias_dropout_add_norm
     bias_dropout_add = _dropout.bias_dropout_add
     rotary = _rotary.rotary
     latent_qkv = _latent_qkv.latent_qkv

@@ -14,20 +14,34 @@ from ..parameter import accumulate, as_rows, gradient_of, vector_gradient
 from .backend import Backend
 from .dropout import bias_dropout_add, call_rowwise
 
-# The native norms differ in the number of their parameters: weight and bias, or the weight alone.
-_NAMES = {1: "rms_norm", 2: "layer_norm"}
+
+class NormArguments(NamedTuple):
+    """Arguments of a norm.
+
+    weight: parameter (h).
+    bias: parameter (h) of a layer norm; None: RMS norm.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    epsilon: float
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    @property
+    def kernel(self) -> str:
+        return "rms_norm" if self.bias is None else "layer_norm"
 
 
-def layer_norm(ops: Backend, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+def norm(ops: Backend, x: Tensor, call: NormArguments) -> Tensor:
+    """Return the layer norm of x (..., h), or x / sqrt(mean(x^2) + epsilon) * weight, computed in FP32."""
     if ops.is_native("rowwise"):
-        return _native_norm(ops.kernels, x, epsilon, weight, bias)
-    return torch_layer_norm(x, weight, bias, epsilon)
-
-
-def rms_norm(ops: Backend, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return x / sqrt(mean(x^2) + epsilon) * weight, computed in FP32. x (..., h)"""
-    if ops.is_native("rowwise"):
-        return _native_norm(ops.kernels, x, epsilon, weight)
+        return _native_norm(ops.kernels, x, call)
+    weight, bias, epsilon = call
+    if bias is not None:
+        return torch_layer_norm(x, weight, bias, epsilon)
 
     def forward() -> tuple[Tensor, Saved]:
         y, rstd = normalized(x, weight, epsilon)
@@ -41,8 +55,8 @@ def rms_norm(ops: Backend, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return apply_saving(forward, backward, x, weight)
 
 
-def _native_norm(kernels: Any, x: Tensor, epsilon: float, *parameters: Tensor) -> Tensor:
-    name = _NAMES[len(parameters)]
+def _native_norm(kernels: Any, x: Tensor, call: NormArguments) -> Tensor:
+    parameters = call.parameters
 
     def forward() -> tuple[Tensor, Saved]:
         rows = x.contiguous()
@@ -50,14 +64,14 @@ def _native_norm(kernels: Any, x: Tensor, epsilon: float, *parameters: Tensor) -
         count = rows.numel() // rows.shape[-1]
         # rstd, after the mean of a layer norm.
         statistics = rows.new_empty(len(parameters), count, dtype=torch.float32).unbind()
-        getattr(kernels, name)(rows, *parameters, y, *statistics, epsilon)
+        getattr(kernels, call.kernel)(rows, *parameters, y, *statistics, call.epsilon)
         return y, (rows, *statistics)
 
     def backward(dy: Tensor, x: Tensor, *statistics: Tensor) -> Tensor:
         dx = torch.empty_like(x)
-        kernel = getattr(kernels, f"{name}_backward")
+        kernel = getattr(kernels, f"{call.kernel}_backward")
         gradients = map(vector_gradient, parameters)
-        kernel(dy.contiguous(), x, *statistics, parameters[0], dx, *gradients)
+        kernel(dy.contiguous(), x, *statistics, call.weight, dx, *gradients)
         return dx
 
     return apply_saving(forward, backward, x, *parameters)
@@ -140,57 +154,20 @@ def _sums(tp: Comm, *products: Tensor) -> tuple[Tensor, ...]:
     return tuple(each / (tp.size * product.shape[-1]) for each, product in zip(sums, products))
 
 
-class LayerNormArguments(NamedTuple):
-    """Weight and bias (h) of a layer norm."""
-
-    weight: Tensor
-    bias: Tensor
-    epsilon: float
-
-
-def bias_dropout_add_layer_norm(
+def bias_dropout_add_norm(
     ops: Backend,
     x: Tensor,
     bias: Tensor | None,
     residual: Tensor,
     dropped: Dropout,
-    norm: LayerNormArguments,
+    call: NormArguments,
 ) -> tuple[Tensor, Tensor]:
-    """Return (`bias_dropout_add`, its `layer_norm`), both (s, b, h)."""
-    if ops.is_native("rowwise"):
-        return _native_add_norm(
-            ops.kernels, (x, bias, residual), dropped, norm.epsilon, norm.weight, norm.bias
-        )
-    total = bias_dropout_add(ops, x, bias, residual, dropped)
-    return total, layer_norm(ops, total, *norm)
-
-
-def bias_dropout_add_rms_norm(
-    ops: Backend,
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    dropped: Dropout,
-    weight: Tensor,
-    epsilon: float,
-) -> tuple[Tensor, Tensor]:
-    """Return (`bias_dropout_add`, its `rms_norm`), both (s, b, h)."""
-    if ops.is_native("rowwise"):
-        return _native_add_norm(ops.kernels, (x, bias, residual), dropped, epsilon, weight)
-    total = bias_dropout_add(ops, x, bias, residual, dropped)
-    return total, rms_norm(ops, total, weight, epsilon)
-
-
-def _native_add_norm(
-    kernels: Any,
-    added: tuple[Tensor, Tensor | None, Tensor],
-    dropped: Dropout,
-    epsilon: float,
-    *parameters: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """added: x, bias and residual of `bias_dropout_add`"""
-    x, bias, residual = added
-    name = f"bias_dropout_add_{_NAMES[len(parameters)]}"
+    """Return (`bias_dropout_add`, its `norm`), both (s, b, h)."""
+    if not ops.is_native("rowwise"):
+        total = bias_dropout_add(ops, x, bias, residual, dropped)
+        return total, norm(ops, total, call)
+    parameters = call.parameters
+    kernel = f"bias_dropout_add_{call.kernel}"
 
     def forward() -> tuple[tuple[Tensor, Tensor], Saved]:
         rows = x.contiguous()
@@ -198,7 +175,7 @@ def _native_add_norm(
         y = torch.empty_like(rows)
         statistics = rows.new_empty(len(parameters), *rows.shape[:2], dtype=torch.float32).unbind()
         call_rowwise(
-            getattr(kernels, name),
+            getattr(ops.kernels, kernel),
             dropped,
             rows,
             bias,
@@ -207,7 +184,7 @@ def _native_add_norm(
             *parameters,
             y,
             *statistics,
-            epsilon,
+            call.epsilon,
         )
         return (total, y), (total, *statistics)
 
@@ -217,13 +194,13 @@ def _native_add_norm(
         dresidual = torch.empty_like(total)
         dx = torch.empty_like(total) if dropped.p else None
         call_rowwise(
-            getattr(kernels, f"{name}_backward"),
+            getattr(ops.kernels, f"{kernel}_backward"),
             dropped,
             dy.contiguous(),
             dtotal.contiguous(),
             total,
             *statistics,
-            parameters[0],
+            call.weight,
             dresidual,
             dx,
             *map(vector_gradient, parameters),
