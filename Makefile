@@ -21,6 +21,7 @@ OTHER_TORCH := 2.9.1/1.24.0 2.15.0/2.4.6
 COMMIT := $(shell printf %d 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 0))
 SHARES ?= 16
 DOCS_SHARES ?= 1
+ONE_TORCH ?=
 SHARE := $(or $(SHARE),$(COMMIT)/$(SHARES))
 MANY := 4
 FAULTS_SHORT ?= 15
@@ -44,7 +45,7 @@ help:
 	@echo "make test-targets  kernels, layouts and model families on every vector target of this CPU (SHARE=0/1: all cases)"
 	@echo "make test-slow     the tests that install an environment of their own or need more packages (a real Slurm if it is installed)"
 	@echo "make test-openmpi  the tests of MPI jobs under Open MPI"
-	@echo "make test-torch    some tests with torch/numpy $(OTHER_TORCH) (x86-64); the first time downloads them into ~/.cache"
+	@echo "make test-torch    some tests with torch/numpy $(OTHER_TORCH) (x86-64), downloaded into ~/.cache (ONE_TORCH=1: one pair)"
 	@echo "make test-torch-full  all unit, kernel and smoke tests with them"
 	@echo "make faults-short  $(FAULTS_SHORT) faults at random moments of small runs, one of each kind"
 	@echo "make faults  faults at random moments of small runs (hours; FAULTS=100 for fewer); writes the table of docs/reliability.md"
@@ -199,7 +200,7 @@ tested: setup lint
 	$(PYTEST) --durations=30 --share $(SHARE) --share-from $(MANY) -m "not (slow or docs or full or arm)"
 
 test-full: setup $(STAMPS)/$(TESTED_KERNELS) $(STAMPS)/test-packages
-	$(PYTEST) --share $(SHARE) -m full
+	$(PYTEST) --durations=30 --share $(SHARE) -m full
 
 # The kernel tests choose their targets themselves. With the rows that other CPUs run, whose symbols test_dispatch.py checks.
 test-targets: setup $(STAMPS)/kernels $(STAMPS)/test-packages
@@ -224,8 +225,10 @@ test-torch: TORCH_TESTS := \
     tests/checkpoint/test_tensor_files.py tests/kernels/test_gate.py tests/kernels/test_adamw.py \
     tests/training/test_layouts.py tests/cli/test_ranks.py -m "smoke or unit or kernels or (system and not mpi)"
 test-torch-full: TORCH_TESTS := -m "(unit or kernels or smoke) and not (slow or docs or full)"
+# ONE_TORCH=1: one of them, chosen by the commit.
+test-torch test-torch-full: TORCHES := $(if $(ONE_TORCH),$(word $(shell echo $$(($(COMMIT) % $(words $(OTHER_TORCH)) + 1))),$(OTHER_TORCH)),$(OTHER_TORCH))
 test-torch test-torch-full: setup $(STAMPS)/$(TESTED_KERNELS) $(STAMPS)/test-packages
-	@for version in $(OTHER_TORCH); do \
+	@for version in $(TORCHES); do \
 	    folders=$$($(BIN)/python -m tools.other_torch $$version) || { [ $$? = 3 ] && continue; exit 1; }; \
 	    echo "torch/numpy $$version"; \
 	    PYTHONPATH=$$folders PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q --best-target $(TORCH_TESTS) || exit 1; \
@@ -304,7 +307,7 @@ arm-ext: arm-env $(STAMPS)/$(TESTED_KERNELS)
 	@$(BIN)/python -m tools.arm_env extension
 
 test-arm: arm-ext
-	$(PYTEST) --dist loadfile --share $(SHARE) --share-from $(MANY) tests/arm \
+	$(PYTEST) --durations=12 --dist loadfile --share $(SHARE) --share-from $(MANY) tests/arm \
 	    tests/kernels/test_dispatch.py::test_target_flags_stay_in_their_namespace
 
 arm-codegen: setup
