@@ -271,10 +271,10 @@ test-release: wheel-test
 hub-kernel: wheels
 	$(BIN)/python -m tools.hub_kernel
 
-wheel-test: $(STAMPS)/test-packages
+wheel-test: setup $(STAMPS)/test-packages
 	$(BIN)/python -m pytest -q -m slow tests/packaging/test_wheel.py
 
-setup-test: $(STAMPS)/test-packages
+setup-test: setup $(STAMPS)/test-packages
 	$(BIN)/python -m pytest -q -m slow tests/packaging/test_setup_mpi.py
 
 # Allocators and layouts take longer: python -m benchmarks alloc, python -m benchmarks step --ranks 2
