@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import MISSING, replace
 
 from .fields import FieldValues, declarations, named, of_topic
 from .layer_kinds import LAYERS
 from .model import ModelConfig
-from .rows import COUNTED, ROPE, YARN
+from .rows import ACTIVATIONS, COUNTED, ROPE, YARN
+from .run_config import RunConfig
+from .training import BatchConfig
 
 # A run that loads weights must have the saved values.
 ARCHITECTURE = named(ModelConfig, lambda each: each.meaning.weights)
@@ -16,6 +19,37 @@ ARCHITECTURE = named(ModelConfig, lambda each: each.meaning.weights)
 ANGLES = named(ModelConfig, lambda each: each.meaning.angles)
 
 _LAYERS = of_topic(ModelConfig, LAYERS)
+
+# What several fields say together, and these fields.
+_COMPUTED = (
+    "activation",
+    "all_layer_kinds",
+    "attention_scale",
+    "latent_epsilon",
+    "mlp_widths",
+    "qkv_bias",
+    "query_groups",
+    "yarn_attention_factor",
+)
+_SPELLINGS = frozenset(
+    {
+        *_LAYERS,
+        *(row.flag for row in ACTIVATIONS.values()),
+        "activation_func",
+        "add_qkv_bias",
+        "attention_multiplier",
+        "bias_gelu_fusion",
+        "ffn_hidden_size",
+        "group_query_attention",
+        "latent_layernorm_epsilon",
+        "mscale",
+        "mscale_all_dim",
+        "mtp_num_layers",
+        "num_query_groups",
+        "rope_type",
+        "window_size",
+    }
+)
 
 
 def architecture(
@@ -43,6 +77,28 @@ def _spelled(model: ModelConfig, saved: FieldValues) -> ModelConfig:
         return other if other.layer_kinds == model.layer_kinds else model
     except ValueError:  # of another number of layers
         return model
+
+
+def same_weights(first: ModelConfig, second: ModelConfig) -> bool:
+    """Return True if both models compute the same of the same weights, up to the rounding of a factor."""
+    one = _meaning(first)
+    two = _meaning(second)
+    return one.keys() == two.keys() and all(
+        value == two[name] or isinstance(value, float) and math.isclose(value, two[name])
+        for name, value in one.items()
+    )
+
+
+def _meaning(model: ModelConfig) -> FieldValues:
+    """Return the values that have an effect on the weights' meaning, one for all spellings."""
+    run = RunConfig(model=model, batch=BatchConfig(micro_batch_size=1))
+    saved = architecture(model)
+    values = {name: getattr(model, name) for name in _COMPUTED}
+    for each in declarations(ModelConfig):
+        described = each.name in saved and each.name not in _SPELLINGS
+        if described and all(need.is_met(run) for need in each.needs):
+            values[each.name] = saved[each.name]
+    return values
 
 
 def with_block(saved: FieldValues) -> FieldValues:

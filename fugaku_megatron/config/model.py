@@ -87,6 +87,10 @@ HEAD_SIZE = Requirement(
     lambda run: not run.model.multi_latent_attention,
 )
 ROTARY = Requirement("--position-embedding-type rope or yarn", lambda run: run.model.rotary)
+SCALED_ROPE = Requirement(
+    "--use-rope-scaling or --rope-dynamic-factor",
+    lambda run: run.model.use_rope_scaling or run.model.rope_dynamic_factor is not None,
+)
 GELU = Requirement("a GELU in the MLP", lambda run: ACTIVATIONS[run.model.activation].gelu)
 
 # Traits that many fields share: of the weights' meaning, and of yarn's angles.
@@ -376,7 +380,7 @@ class ModelConfig(
         8192,
         "sequence length of the model before --use-rope-scaling or --rope-dynamic-factor",
         maximum=2**22,
-        needs="position_embedding_type=rope",
+        needs=SCALED_ROPE,
         megatron=CONSTANT,
     )
     rope_dynamic_factor: float | None = angle_optional(
@@ -905,7 +909,9 @@ class ModelConfig(
 
     @cached_property
     def yarn_attention_factor(self) -> float:
-        """Yarn's factor for cosines and sines, attention_factor in transformers; 0 if undefined."""
+        """Yarn's factor for cosines and sines, attention_factor in transformers; 0 if undefined, 1 without yarn."""
+        if self.position_embedding_type != YARN:
+            return 1.0
         factor = self.rotary_scaling_factor
         return yarn_growth(factor, self.mscale) / (
             yarn_growth(factor, self.mscale_all_dim) or math.inf

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
-from ...config.fields import OTHER_WEIGHTS, WEIGHTS, Declaration, declarations
-from ...config.model import SCALING, ModelConfig
-from ...config.rows import LEARNABLE, LEARNED, ROPE
+from ...config.architecture import same_weights
+from ...config.fields import check, check_type
+from ...config.model import ModelConfig
+from ...config.rows import LEARNABLE, MASKED
 from ...nn.ops.activation import QUICK, XIELU_BETA, XIELU_LIMIT
+from ...text.named_files import JsonObject, about
 from .rope_rules import (
     LATENT_ROTARY,
     NO_ROPE_LAYERS,
@@ -20,19 +23,17 @@ from .rope_rules import (
     no_rope_in_full_layers,
     rotary,
     rotary_by_layer,
-    rotates_windows_alone,
-    scales_full_layers_alone,
 )
 from .rules import (
     ATTENTION_LAYERS,
     EXPERT_WIDTHS,
     EXPERTS,
+    FILE,
     FIRST_DENSE,
     FULL_ATTENTION,
     GREEDY_GROUPS,
     GROUPS,
     HEADS,
-    LATENT_EPSILON,
     LATENT_HEADS,
     LINEAR_LAYERS,
     LOGIT_SCALE,
@@ -46,12 +47,9 @@ from .rules import (
     SCALED_DEPTH,
     SCALED_EMBEDDING,
     SPARSE_LAYERS,
+    SWIGLU_LIMIT,
     Rule,
-    dense_before_experts,
-    divides_logits,
-    has_shared_experts,
     no_padding,
-    query_scale,
     tied,
     window,
     windows_by_layer,
@@ -109,12 +107,11 @@ class Architecture:
     prefix: on all tensors but the head's; published files may lack it
     fields: with a counterpart in ModelConfig; rules: the others
     only: their field -> supported values; the first is written, and is the default
-    block: required ModelConfig values
+    block: ModelConfig values that no field says, apart from defaults
     places: by our name without "weight" or "bias"
     experts: places of transformers 5's modules, and of some files, with all experts of a layer in one parameter
     unused: stored tensors that are not weights
     own_head_size: the head size may differ from h / n
-    also: further conditions
     defaults: their field -> transformers' default, if neither a field nor a rule has it
     constants: stored numbers of each layer that the block computes with, by their name
     leaves_predictions_out: files may have multi-token-prediction layers in a form that is left out
@@ -130,7 +127,6 @@ class Architecture:
     places: Mapping[str, Counterpart]
     unused: re.Pattern[str] = field(default=re.compile(r".*\.rotary_emb\.inv_freq"))
     own_head_size: bool = True
-    also: Callable[[ModelConfig], bool] = lambda model: True
     defaults: Mapping[str, Any] = field(default_factory=dict)
     constants: Mapping[str, float] = field(default_factory=dict)
     leaves_predictions_out: bool = False
@@ -152,18 +148,50 @@ class Architecture:
     def without_head(self) -> str:
         return re.sub("(ForCausalLM|LMHeadModel)$", "Model", self.name)
 
+    def read(self, config: JsonObject) -> ModelConfig:
+        """Return the model of a config.json with supported values. Raise ValueError for others."""
+        config = {**self.defaults, **config}
+        values = {**self.block, "mask_vocab_padding": MASKED}
+        ours = {f.name: f for f in fields(ModelConfig)}
+        for row in self.fields:
+            value = config.get(row.theirs, row.default)
+            check(value is not REQUIRED, f"{FILE} has no {row.theirs}")
+            try:
+                check_type(ours[row.ours], value)
+            except ValueError:
+                raise ValueError(
+                    f"{FILE}: {row.theirs} is {value!r:.60}, not {ours[row.ours].type}"
+                ) from None
+            values[row.ours] = value
+        for rule in self.rules:
+            values |= rule.read(config)
+        with about(FILE):
+            return ModelConfig(**{"seq_length": values["max_position_embeddings"], **values})
+
+    def write(self, model: ModelConfig) -> JsonObject:
+        """Return the fields of config.json that describe a model. Raise ValueError if none do."""
+        config = {row.theirs: getattr(model, row.ours) for row in self.fields}
+        for rule in self.rules:
+            config |= rule.write(model)
+        return config
+
     def fits(self, model: ModelConfig) -> bool:
+        """Return True if config.json describes the model: the same weights then compute the same."""
         divided = model.kv_channels * model.num_attention_heads == model.hidden_size
-        return (
-            (divided or self.own_head_size)
-            and self.also(model)
-            and model.rotary == (_POSITION_EMBEDDINGS not in self.places)
-            and not model.sinkhorn
-            and all(getattr(model, name) == value for name, value in self.block.items())
-        )
+        routes = _ROUTER in self.places
+        if (
+            model.sinkhorn
+            or routes != bool(model.num_experts)
+            or not (divided or self.own_head_size)
+        ):
+            return False
+        with suppress(ValueError):
+            return same_weights(self.read(self.write(model)), model)
+        return False
 
 
 OUTPUT = "output_layer"
+_ROUTER = "decoder.layers.{}.mlp.router"
 _WORD_EMBEDDINGS = "embedding.word_embeddings"
 _POSITION_EMBEDDINGS = "embedding.position_embeddings"
 _FINAL_NORM = "decoder.final_layernorm"
@@ -195,28 +223,6 @@ def _only(values: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     return {name: value if isinstance(value, tuple) else (value,) for name, value in values.items()}
 
 
-def _defaults(has: Callable[[Declaration], object]) -> dict[str, Any]:
-    """Return the defaults of ModelConfig's fields with a trait."""
-    return {each.name: each.default for each in declarations(ModelConfig) if has(each)}
-
-
-# Values of most families. A value that no argument of Megatron-LM describes is the default, unless a row has another.
-_COMMON_BLOCK = {
-    **_defaults(lambda each: each.meaning == WEIGHTS and each.megatron in (None, OTHER_WEIGHTS)),
-    "apply_layernorm_1p": False,
-    "num_experts": None,
-    "qk_layernorm": False,
-    "attention_output_gate": False,
-    "experimental_attention_variant": None,
-    "linear_attention_freq": None,
-    "multi_latent_attention": False,
-    "mtp_num_layers": None,
-    "window_size": None,
-    "window_attn_skip_freq": None,
-    "window_rotary_base": None,
-    "no_rope_freq": None,
-    "layer_types": None,
-}
 GPT2 = Architecture(
     name="GPT2LMHeadModel",
     model_type="gpt2",
@@ -242,16 +248,7 @@ GPT2 = Architecture(
             "add_cross_attention": False,
         }
     ),
-    block={
-        **_COMMON_BLOCK,
-        "normalization": "LayerNorm",
-        "disable_bias_linear": False,
-        "position_embedding_type": LEARNED,
-        "swiglu": False,
-        "squared_relu": False,
-        "bias_gelu_fusion": True,
-        "group_query_attention": False,
-    },
+    block={},
     places=_places(
         prefix="h.{}.",
         layer={
@@ -270,7 +267,6 @@ GPT2 = Architecture(
         },
     ),
     unused=re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"),  # causal masks
-    own_head_size=False,
 )
 
 # Architectures near to Llama's, which differ from it in some values.
@@ -292,15 +288,7 @@ _SILU = {"hidden_act": ("silu", "swish")}
 _NO_WINDOW = {"use_sliding_window": False}
 _NO_BIAS = {"attention_bias": False}
 _NO_BIASES = {**_NO_BIAS, "mlp_bias": False}
-_DECODER_BLOCK = {
-    **_COMMON_BLOCK,
-    "normalization": "RMSNorm",
-    "disable_bias_linear": True,
-    "swiglu": True,
-    "rotary_percent": 1.0,
-    "rotary_interleaved": False,
-    "add_qkv_bias": False,
-}
+_DECODER_BLOCK = {"normalization": "RMSNorm", "disable_bias_linear": True, "swiglu": True}
 _DECODER_PLACES = _places(
     {
         "input_layernorm": "input_layernorm",
@@ -356,9 +344,7 @@ def _decoder(
         **others,
         "places": _DECODER_PLACES | others.get("places", {}),
     }
-    changed = {field.ours for field in row["fields"]}.union(*(rule.sets for rule in row["rules"]))
-    llama = {name: value for name, value in _DECODER_BLOCK.items() if name not in changed}
-    return Architecture(only=_only({**_SILU, **only}), block={**llama, **block}, **row)
+    return Architecture(only=_only({**_SILU, **only}), block={**_DECODER_BLOCK, **block}, **row)
 
 
 LLAMA = _decoder("LlamaForCausalLM", "llama", only=_NO_BIASES)
@@ -369,17 +355,6 @@ _GEMMA_ONLY = {
     "use_bidirectional_attention": (None, False),
 }
 _GEMMA_BLOCK = {"apply_layernorm_1p": True, "swiglu": False, "geglu": True}
-
-
-def _fits_gemma(model: ModelConfig) -> bool:
-    multiplier = model.attention_scale
-    return (
-        model.embedding_multiplier == model.hidden_size**0.5
-        and abs(query_scale(model) ** -0.5 - multiplier) < 1e-9 * multiplier
-        and scales_full_layers_alone(model)
-    )
-
-
 # Norms of the outputs of attention and the MLP, and around both.
 _POST_PLACES = _places(
     {
@@ -390,12 +365,6 @@ _POST_PLACES = _places(
 _SANDWICH_PLACES = _POST_PLACES | _places({"pre_mlp_layernorm": "pre_feedforward_layernorm"})
 _QK_NORM_ALL_HEADS = {"qk_layernorm": True, "qk_layernorm_all_heads": True}
 
-_EXPERT_BLOCK = {
-    "moe_router_score_function": "softmax",
-    "moe_router_topk_scaling_factor": None,
-    "moe_router_num_groups": None,
-    "moe_router_enable_expert_bias": False,
-}
 # The expert's gate and what it multiplies are two tensors of each expert.
 _EXPERT_PLACES = _places(
     prefix="layers.{}.mlp.",
@@ -412,7 +381,6 @@ _EXPERT_PLACES = _places(
         "mlp.shared_experts.gate": "shared_expert_gate",
     },
 )
-_NO_SHARED = {"moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False}
 _ROUTER_TOPK = Field("num_experts_per_tok", "moe_router_topk")
 _EXPERT_WIDTH = Field("moe_intermediate_size", "moe_ffn_hidden_size")
 _SPARSE_RULES = (FULL_ATTENTION, EXPERTS, SPARSE_LAYERS)
@@ -431,9 +399,7 @@ GLM = _decoder(
 )
 _SIGMOID_EXPERT_BLOCK = {
     "moe_router_score_function": "sigmoid",
-    "moe_router_pre_softmax": False,
     "moe_router_enable_expert_bias": True,
-    "moe_shared_expert_gate": False,
 }
 _SHARED_EXPERT_PLACES = _EXPERT_PLACES | _places(
     prefix="layers.{}.mlp.",
@@ -457,17 +423,7 @@ PREDICTION_PLACES = _places(
 EMBEDDING_COPY = "layers.{}.embed_tokens.weight"
 HEAD_COPY = "layers.{}.shared_head.head.weight"
 _ROUTED_EXPERTS = Field("n_routed_experts", "num_experts")
-
-
-def _fits_first_dense(model: ModelConfig) -> bool:
-    return has_shared_experts(model) and dense_before_experts(model)
-
-
-_LATENT_BLOCK = {
-    "multi_latent_attention": True,
-    "qk_layernorm": True,
-    "group_query_attention": False,
-}
+_LATENT_BLOCK = {"multi_latent_attention": True, "qk_layernorm": True}
 _LATENT_FIELDS = (
     Field("q_lora_rank", "q_lora_rank"),
     Field("kv_lora_rank", "kv_lora_rank"),
@@ -487,12 +443,6 @@ _LATENT_PLACES = _places(
         "self_attention.linear_kv_up_proj": "self_attn.kv_b_proj",
     }
 )
-
-
-def _has_latent_epsilon(model: ModelConfig) -> bool:
-    return model.latent_epsilon == LATENT_EPSILON
-
-
 _SIGMOID_ONLY = {
     **_NO_BIAS,
     "rope_interleave": True,
@@ -521,7 +471,6 @@ DEEPSEEK_V3 = _decoder(
     only=_SIGMOID_ONLY,
     block={**_LATENT_BLOCK, **_SIGMOID_EXPERT_BLOCK},
     places=_SHARED_EXPERT_PLACES | _LATENT_PLACES | PREDICTION_PLACES,
-    also=lambda model: _has_latent_epsilon(model) and _fits_first_dense(model),
 )
 _DELTA_NET_FIELDS = tuple(
     Field(name, name, default)
@@ -604,10 +553,6 @@ ARCHITECTURES = [
         rules=(HEADS, rotary(1.0, ("default",)), window(None), _UNTIED_HEAD, no_padding(32000)),
         more=(_LARGER_EPSILON, Field("resid_pdrop", "hidden_dropout", 0.0)),
         only={"embd_pdrop": 0.0},
-        block={
-            "position_embedding_type": ROPE,
-            **_defaults(lambda each: each.topic == SCALING),
-        },
         places=_places(
             {
                 "self_attention.linear_qkv": _counterpart(
@@ -653,17 +598,13 @@ ARCHITECTURES = [
         rules=(
             rotary(0.25, names=("rotary_emb_base", "rotary_pct")),
             _UNTIED_HEAD,
-            Rule(lambda config: {}, sets=("add_qkv_bias",)),  # the other biases include it
         ),
         only={"hidden_act": "gelu", "attention_bias": True},
         block={
             "normalization": "LayerNorm",
             "disable_bias_linear": False,
             "swiglu": False,
-            "squared_relu": False,
             "bias_gelu_fusion": False,
-            "openai_gelu": False,
-            "group_query_attention": False,
         },
         places=_places(
             {
@@ -703,7 +644,6 @@ ARCHITECTURES = [
             "hidden_activation": (None, "gelu_pytorch_tanh"),
         },
         block=_GEMMA_BLOCK,
-        also=_fits_gemma,
     ),
     Architecture(
         name="FalconForCausalLM",
@@ -726,14 +666,7 @@ ARCHITECTURES = [
                 "num_ln_in_parallel_attn": (2, None),
             }
         ),
-        block={
-            **_DECODER_BLOCK,
-            "normalization": "LayerNorm",
-            "swiglu": False,
-            "squared_relu": False,
-            "openai_gelu": False,
-            "parallel_residual": True,
-        },
+        block={"disable_bias_linear": True, "parallel_residual": True},
         places=_places(
             prefix="h.{}.",
             layer={
@@ -759,13 +692,6 @@ ARCHITECTURES = [
             window(None),
         ),
         only={"router_jitter_noise": 0.0},
-        block={
-            **_EXPERT_BLOCK,
-            **_NO_SHARED,
-            "moe_router_pre_softmax": False,
-            "moe_layer_freq": "1",
-        },
-        also=lambda model: model.moe_ffn_hidden_size == model.ffn_hidden_size,
         places=_EXPERT_PLACES
         | _places(
             prefix="layers.{}.block_sparse_moe.",
@@ -790,7 +716,7 @@ ARCHITECTURES = [
         ),
         places=_EXPERT_PLACES,
         only={**_NO_WINDOW, "qkv_bias": True},
-        block={**_EXPERT_BLOCK, "moe_shared_expert_gate": True, "add_qkv_bias": True},
+        block={"moe_shared_expert_gate": True, "add_qkv_bias": True},
     ),
     _decoder(
         "Qwen3MoeForCausalLM",
@@ -804,7 +730,7 @@ ARCHITECTURES = [
             "shared_expert_intermediate_size": (None, 0),
             "use_qk_norm": (None, True),
         },
-        block={**_EXPERT_BLOCK, **_NO_SHARED, "qk_layernorm": True},
+        block={"qk_layernorm": True},
     ),
     _decoder(
         "OlmoeForCausalLM",
@@ -812,8 +738,7 @@ ARCHITECTURES = [
         places=_EXPERT_PLACES,
         more=(_LARGER_EPSILON, _ROUTER_TOPK, EXPERTS),
         only={**_NO_BIAS, "clip_qkv": None},
-        block={**_EXPERT_BLOCK, **_NO_SHARED, **_QK_NORM_ALL_HEADS, "moe_layer_freq": "1"},
-        also=lambda model: model.moe_ffn_hidden_size == model.ffn_hidden_size,
+        block=_QK_NORM_ALL_HEADS,
         own_head_size=False,
     ),
     _decoder(
@@ -852,7 +777,6 @@ ARCHITECTURES = [
         block={**_QK_NORM_ALL_HEADS, "norm_placement": "post"},
         places=_POST_PLACES,
         own_head_size=False,
-        also=scales_full_layers_alone,
     ),
     _decoder(
         "Exaone4ForCausalLM",
@@ -866,9 +790,6 @@ ARCHITECTURES = [
         only={"reorder_qk_norm": True},
         block={"qk_layernorm": True, "norm_placement": "post"},
         places=_POST_PLACES,
-        also=lambda model: (
-            rotates_windows_alone(model) or model.window is None and model.no_rope_freq is None
-        ),
     ),
     _decoder(
         "Gemma2ForCausalLM",
@@ -885,7 +806,6 @@ ARCHITECTURES = [
         only=_GEMMA_ONLY,
         block={**_GEMMA_BLOCK, "norm_placement": "both"},
         places=_SANDWICH_PLACES,
-        also=_fits_gemma,
     ),
     _decoder(
         "Gemma3ForCausalLM",
@@ -908,7 +828,6 @@ ARCHITECTURES = [
         only={**_GEMMA_ONLY, "attn_logit_softcapping": None},
         block={**_GEMMA_BLOCK, "norm_placement": "both", "qk_layernorm": True},
         places=_SANDWICH_PLACES,
-        also=_fits_gemma,
     ),
     _decoder(
         "Cohere2ForCausalLM",
@@ -928,7 +847,6 @@ ARCHITECTURES = [
             "rotary_interleaved": True,
         },
         own_head_size=False,
-        also=rotates_windows_alone,
     ),
     GLM,
     replace(
@@ -965,7 +883,6 @@ ARCHITECTURES = [
         only={"norm_topk_prob": True},
         block=_SIGMOID_EXPERT_BLOCK,
         places=_SHARED_EXPERT_PLACES | PREDICTION_PLACES,
-        also=_fits_first_dense,
     ),
     _decoder(
         "DeepseekV2ForCausalLM",
@@ -985,17 +902,9 @@ ARCHITECTURES = [
         },
         block={
             **_LATENT_BLOCK,
-            "moe_router_score_function": "softmax",
             "moe_router_pre_softmax": True,
-            "moe_router_enable_expert_bias": False,
-            "moe_shared_expert_gate": False,
         },
         places=_SHARED_EXPERT_PLACES | _LATENT_PLACES,
-        also=lambda model: (
-            _has_latent_epsilon(model)
-            and has_shared_experts(model, scored=1)
-            and dense_before_experts(model)
-        ),
     ),
     DEEPSEEK_V3,
     replace(DEEPSEEK_V3, model_type="kimi_k2"),
@@ -1009,11 +918,6 @@ ARCHITECTURES = [
             "rms_norm_eps": 1e-5,
         },
         rules=(*_LATENT_RULES, _UNTIED_HEAD, EXPERT_WIDTHS, GROUPS, MLP_LAYERS, PREDICTIONS),
-        also=lambda model: (
-            _has_latent_epsilon(model)
-            and has_shared_experts(model)
-            and (not model.predictions or model.mlps[-1] == "experts")
-        ),
     ),
     _decoder(
         "MiniCPM3ForCausalLM",
@@ -1044,7 +948,6 @@ ARCHITECTURES = [
                 }
             ),
         },
-        also=lambda model: _has_latent_epsilon(model) and divides_logits(model),
     ),
     _decoder(
         "GraniteMoeHybridForCausalLM",
@@ -1077,7 +980,7 @@ ARCHITECTURES = [
             _LARGER_EPSILON,
             _ROUTER_TOPK,
             Field("num_local_experts", "num_experts"),
-            Field("swiglu_limit", "activation_func_clamp_value", 7.0),
+            SWIGLU_LIMIT,
             windows_by_layer(128, every=2),
         ),
         rope=named_rotary(
@@ -1093,20 +996,12 @@ ARCHITECTURES = [
         ),
         only={"attention_bias": True, "swiglu_alpha": QUICK},
         block={
-            **_EXPERT_BLOCK,
-            **_NO_SHARED,
-            "moe_router_pre_softmax": False,
-            "moe_layer_freq": "1",
             "disable_bias_linear": False,
             "swiglu": False,
             "quick_geglu": True,
             "glu_linear_offset": 1.0,
             "softmax_type": LEARNABLE,
         },
-        also=lambda model: (
-            model.moe_ffn_hidden_size == model.ffn_hidden_size
-            and model.activation_func_clamp_value is not None
-        ),
         places=_places(
             {
                 "self_attention.core_attention.softmax_offset": "self_attn.sinks",
@@ -1140,7 +1035,7 @@ ARCHITECTURES = [
             "post_norm": False,
             "qk_norm": True,
         },
-        block={"qk_layernorm": True, "swiglu": False, "squared_relu": False, "xielu": True},
+        block={"qk_layernorm": True, "swiglu": False, "xielu": True},
         places=_places(
             {
                 "input_layernorm": "attention_layernorm",
@@ -1183,11 +1078,8 @@ ARCHITECTURES = [
         ),
         only=_QWEN3_5_ONLY,
         block={
-            **_EXPERT_BLOCK,
             **_DELTA_NET_BLOCK,
             "moe_shared_expert_gate": True,
-            "moe_router_pre_softmax": False,
-            "moe_layer_freq": "1",
         },
         places=_EXPERT_PLACES | _QWEN3_5_PLACES,
         leaves_predictions_out=True,
@@ -1212,7 +1104,7 @@ ARCHITECTURES = [
             SPARSE_LAYERS,
         ),
         only=_NO_BIAS,
-        block={**_EXPERT_BLOCK, **_DELTA_NET_BLOCK, "moe_shared_expert_gate": True},
+        block={**_DELTA_NET_BLOCK, "moe_shared_expert_gate": True},
         places=_EXPERT_PLACES | _DELTA_NET_PLACES,
         leaves_predictions_out=True,
     ),

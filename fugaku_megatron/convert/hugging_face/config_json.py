@@ -6,22 +6,19 @@ refused unless off (null, false or empty).
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 
 import torch
 
 from ...config.architecture import architecture as shape_values
-from ...config.fields import check, check_type, is_off
+from ...config.fields import check, is_off
 from ...config.model import ModelConfig
-from ...config.rows import MASKED
-from ...text.named_files import JsonObject, about
+from ...text.named_files import JsonObject
 from .architectures import (
     ARCHITECTURES,
     MXFP4_MODELS,
     ONLY,
     REFUSED,
-    REQUIRED,
     TEXT_OF,
     Architecture,
 )
@@ -217,29 +214,7 @@ def read_config(config: JsonObject) -> tuple[Architecture, ModelConfig]:
             given in built,
             f"{FILE}: {name} is {given!r:.80}, and the block computes {' or '.join(map(repr, built))}",
         )
-    values = {**architecture.block, **_fields(architecture, config)}
-    for rule in architecture.rules:
-        values |= rule.read(config)
-    with about(FILE):
-        return architecture, ModelConfig(
-            **{"seq_length": values["max_position_embeddings"], **values}, mask_vocab_padding=MASKED
-        )
-
-
-def _fields(architecture: Architecture, config: JsonObject) -> JsonObject:
-    values: JsonObject = {}
-    ours = {f.name: f for f in fields(ModelConfig)}
-    for row in architecture.fields:
-        value = config.get(row.theirs, row.default)
-        check(value is not REQUIRED, f"{FILE} has no {row.theirs}")
-        try:
-            check_type(ours[row.ours], value)
-        except ValueError:
-            raise ValueError(
-                f"{FILE}: {row.theirs} is {value!r:.60}, not {ours[row.ours].type}"
-            ) from None
-        values[row.ours] = value
-    return values
+    return architecture, architecture.read(config)
 
 
 def architecture_of(model: ModelConfig, before: JsonObject) -> Architecture:
@@ -270,12 +245,10 @@ def config_of(
         before = {}
     config = dict(before)
     if not before or shape_values(read_config(before)[1]) != shape_values(model):
-        config |= {row.theirs: getattr(model, row.ours) for row in architecture.fields}
         config.pop(
             "rope_parameters", None
         )  # of transformers 5, which reads what is written as well
-        for rule in architecture.rules:
-            config |= rule.write(model)
+        config |= architecture.write(model)
         config |= {
             name: values[0]
             for name, values in architecture.only.items()

@@ -6,8 +6,8 @@ import math
 from collections.abc import Collection
 from dataclasses import replace
 
-from ...config.fields import check, is_off, of_topic
-from ...config.model import SCALING, ModelConfig, yarn_growth
+from ...config.fields import check, is_off
+from ...config.model import ModelConfig, yarn_growth
 from ...config.rows import ROPE, YARN
 from ...text.named_files import JsonObject
 from .rules import (
@@ -94,8 +94,7 @@ def rotary(
         partial = {} if share is None else {names[1]: model.rotary_percent}
         return {names[0]: model.rotary_base, **_write_scaling(model), **partial}
 
-    sets = () if share is None else ("rotary_percent",)
-    return Rule(read, write, (*names, *ROPE_FIELDS), sets)
+    return Rule(read, write, (*names, *ROPE_FIELDS))
 
 
 def _read_rope(
@@ -220,7 +219,7 @@ def _write_latent_rope(model: ModelConfig) -> JsonObject:
 
 
 # Rope of the rotated elements of latent attention, as transformers' DeepSeek-V2 and V3 have it.
-LATENT_ROTARY = Rule(_read_latent_rope, _write_latent_rope, ROPE_FIELDS, ("rope_type",))
+LATENT_ROTARY = Rule(_read_latent_rope, _write_latent_rope, ROPE_FIELDS)
 
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")  # positions of a text are equal in each section
 
@@ -275,11 +274,7 @@ def no_rope_in_full_layers(default: int, every: int, without_windows: bool) -> R
             full = [False] * len(full)
         return {"no_rope_freq": layer_pattern_of(full, of_rope=True)}
 
-    return Rule(read, sets=("no_rope_freq",))
-
-
-def rotates_windows_alone(model: ModelConfig) -> bool:
-    return all((kind.rope is None) == (kind.window is None) for kind in model.layer_kinds)
+    return Rule(read)
 
 
 def _read_no_rope_layers(config: JsonObject) -> JsonObject:
@@ -302,7 +297,6 @@ NO_ROPE_LAYERS = Rule(
     _read_no_rope_layers,
     lambda model: {"no_rope_layers": [int(kind.rope is not None) for kind in model.layer_kinds]},
     ("no_rope_layers", "no_rope_layer_interval"),
-    ("no_rope_freq",),
 )
 
 
@@ -362,11 +356,4 @@ def rotary_by_layer(base: float, window_base: float, name: str | None, every: in
         }
 
     names = ROPE_FIELDS if name is None else (*ROPE_FIELDS, name)
-    return Rule(read, write, names, ("window_rotary_base",))
-
-
-def scales_full_layers_alone(model: ModelConfig) -> bool:
-    """Return True if no rope of a layer with a window is scaled."""
-    flags = of_topic(ModelConfig, SCALING)
-    scaled = model.position_embedding_type == YARN or any(getattr(model, name) for name in flags)
-    return not scaled or model.window is None or model.window_rotary_base is not None
+    return Rule(read, write, names)

@@ -23,13 +23,11 @@ class Rule:
     read: config.json -> ModelConfig values
     write: model -> config.json values
     names: fields that `read` uses
-    sets: ModelConfig values by which `read` changes the block
     """
 
     read: Callable[[JsonObject], JsonObject]
     write: Callable[[ModelConfig], JsonObject] = lambda model: {}
     names: tuple[str, ...] = ()
-    sets: tuple[str, ...] = ()
 
 
 def number(config: JsonObject, name: str, default: float | None, whole: bool = False) -> Any:
@@ -124,7 +122,6 @@ def window(default: int | None) -> Rule:
         read,
         lambda model: {"sliding_window": model.window},
         ("sliding_window", "layer_types"),
-        ("window_size",),
     )
 
 
@@ -212,7 +209,7 @@ def windows_by_layer(default: int | None, every: int | None = None) -> Rule:
         return {"sliding_window": model.window, "layer_types": kinds}
 
     names = ("sliding_window", "layer_types", "sliding_window_pattern", "_sliding_window_pattern")
-    return Rule(read, write, names, ("window_size", "window_attn_skip_freq"))
+    return Rule(read, write, names)
 
 
 LINEAR = "linear_attention"
@@ -240,7 +237,6 @@ LINEAR_LAYERS = Rule(
         "layer_types": [FULL if kind.mixer == ATTENTION else LINEAR for kind in model.layer_kinds]
     },
     ("layer_types", "full_attention_interval"),
-    ("experimental_attention_variant", "linear_attention_freq"),
 )
 
 
@@ -252,14 +248,9 @@ def _read_query_scale(config: JsonObject) -> JsonObject:
 
 QUERY_SCALE = Rule(
     _read_query_scale,
-    lambda model: {"query_pre_attn_scalar": query_scale(model)},
+    lambda model: {"query_pre_attn_scalar": round(model.attention_scale**-2)},
     ("query_pre_attn_scalar",),
-    ("attention_multiplier",),
 )
-
-
-def query_scale(model: ModelConfig) -> int:
-    return round(model.attention_scale**-2)
 
 
 def _read_expert_widths(config: JsonObject) -> JsonObject:
@@ -397,22 +388,6 @@ def _write_mlp_layers(model: ModelConfig) -> JsonObject:
 MLP_LAYERS = Rule(_read_mlp_layers, _write_mlp_layers, ("mlp_layer_types", "first_k_dense_replace"))
 
 
-def has_shared_experts(model: ModelConfig, scored: int = 2) -> bool:
-    """Return True for a shared expert of whole experts' width, and groups as in transformers.
-
-    scored: experts whose scores are summed for a group's
-    """
-    shared = model.moe_shared_expert_intermediate_size or 0
-    best = model.moe_router_group_topk
-    return (
-        model.num_experts is not None
-        and shared > 0
-        and shared % (model.moe_ffn_hidden_size or 1) == 0
-        and (best is None or model.moe_router_topk == scored * best)
-        and (model.moe_router_topk > 1 or model.moe_router_pre_softmax)
-    )
-
-
 def dense_before_experts(model: ModelConfig) -> bool:
     mlps = list(model.mlps)
     return "experts" not in mlps[: mlps.count(model.activation)]
@@ -428,15 +403,22 @@ def _read_predictions(config: JsonObject) -> JsonObject:
     return {"mtp_num_layers": count or None}
 
 
+def _write_predictions(model: ModelConfig) -> JsonObject:
+    check(
+        not model.predictions or model.mlps[-1] == "experts",
+        "an MTP module without experts has no names",
+    )
+    return {"num_nextn_predict_layers": model.predictions}
+
+
 # MTP modules, stored as layers behind the others.
 PREDICTIONS = Rule(
     _read_predictions,
-    lambda model: {"num_nextn_predict_layers": model.predictions},
+    _write_predictions,
     ("num_nextn_predict_layers",),
-    ("mtp_num_layers",),
 )
 
-LATENT_EPSILON = 1e-6  # of norms of latent vectors in transformers' modules
+_LATENT_EPSILON = 1e-6  # of norms of latent vectors in transformers' modules
 
 
 def _read_latent_heads(config: JsonObject) -> JsonObject:
@@ -453,8 +435,8 @@ def _read_latent_heads(config: JsonObject) -> JsonObject:
             given in (None, value),
             f"{FILE}: {name} is {given!r:.40}, and the block of latent attention has {value}",
         )
-    epsilon = number(config, "rms_norm_eps", LATENT_EPSILON)
-    return {"latent_layernorm_epsilon": None if epsilon == LATENT_EPSILON else LATENT_EPSILON}
+    epsilon = number(config, "rms_norm_eps", _LATENT_EPSILON)
+    return {"latent_layernorm_epsilon": None if epsilon == _LATENT_EPSILON else _LATENT_EPSILON}
 
 
 # What follows from other fields of a model with latent attention.
@@ -462,7 +444,6 @@ LATENT_HEADS = Rule(
     _read_latent_heads,
     lambda model: {"num_key_value_heads": model.num_attention_heads},
     ("num_key_value_heads", "head_dim", "qk_head_dim"),
-    ("latent_layernorm_epsilon",),
 )
 
 
@@ -488,13 +469,7 @@ SCALED_DEPTH = Rule(
         "dim_model_base": round(model.hidden_size / model.logits_scaling),
     },
     ("v_head_dim", "scale_emb", "scale_depth", "dim_model_base"),
-    ("embedding_multiplier", "residual_multiplier", "logits_scaling"),
 )
-
-
-def divides_logits(model: ModelConfig) -> bool:
-    """Return True if the logits are divided by the hidden size over a whole number."""
-    return model.hidden_size / model.logits_scaling % 1.0 == 0.0
 
 
 ATTENTION_LAYERS = Rule(
@@ -508,7 +483,6 @@ LOGIT_SCALE = Rule(
     lambda config: {"logits_scaling": 1.0 / float(number(config, "logit_scale", 0.0625))},
     lambda model: {"logit_scale": 1.0 / model.logits_scaling},
     ("logit_scale",),
-    ("logits_scaling",),
 )
 
 
@@ -528,8 +502,7 @@ NO_DROPOUT = Rule(
 )  # these architectures have none between layers
 
 SCALED_EMBEDDING = Rule(
-    lambda config: {"embedding_multiplier": integer(config, "hidden_size") ** 0.5},
-    sets=("embedding_multiplier",),
+    lambda config: {"embedding_multiplier": integer(config, "hidden_size") ** 0.5}
 )
 _MULTIPLIED = (
     "embedding_multiplier",
@@ -546,7 +519,14 @@ MULTIPLIED = Rule(
         "attention_multiplier": model.attention_scale,
     },
     _MULTIPLIED,
-    _MULTIPLIED,
+)
+
+
+_LIMIT = "swiglu_limit"
+SWIGLU_LIMIT = Rule(
+    lambda config: {"activation_func_clamp_value": float(number(config, _LIMIT, 7.0))},
+    lambda model: {_LIMIT: model.activation_func_clamp_value},
+    (_LIMIT,),
 )
 
 
@@ -575,7 +555,6 @@ NORMALISED_EXPERTS = Rule(
     lambda config: _read_experts({**config, "norm_topk_prob": True}),
     lambda model: {"num_experts": model.num_experts},
     ("num_experts", "num_local_experts"),
-    ("num_experts",),
 )
 EXPERTS = Rule(
     _read_experts,
@@ -584,7 +563,6 @@ EXPERTS = Rule(
         "norm_topk_prob": not model.moe_router_pre_softmax,
     },
     ("num_experts", "num_local_experts", "norm_topk_prob"),
-    ("num_experts",),
 )
 
 

@@ -86,7 +86,7 @@ def concentration(model: ModelConfig) -> float:
     """Return the factor on queries and keys: YaRN's, from --attention-multiplier, or 1."""
     if model.attention_multiplier is not None:
         return float((model.attention_multiplier * model.kv_channels**0.5) ** 0.5)
-    return model.yarn_attention_factor if model.position_embedding_type == YARN else 1.0
+    return model.yarn_attention_factor
 
 
 def rotary_angles(model: ModelConfig, positions: Tensor, length: int) -> Angles:
