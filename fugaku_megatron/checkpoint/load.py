@@ -173,11 +173,11 @@ def _own_entry(checkpoint: Checkpoint, folders: Folders, prefix: str, others: An
 
     entries = agree(comm, read, prefix, others) or {}
     members = range(comm.rank, comm.rank + folders.members.size)
+    names = [str(Path(folders.name, file_name(rank))) for rank in members]
     entry = scatter_object(
-        folders.members,
-        [entries.get(file_name(rank)) for rank in members] if folders.leads else None,
+        folders.members, [entries.get(name) for name in names] if folders.leads else None
     )
-    return {str(Path(folders.name, file_name(comm.rank))): entry} if entry else {}
+    return {names[0]: entry} if entry else {}
 
 
 def _search_all(
@@ -193,8 +193,7 @@ def _search_all(
 
 def _parts(checkpoint: Checkpoint) -> Iterator[Files]:
     for folder in checkpoint.head.get("folders", ()):
-        entries = read_folder(checkpoint.path, folder, checkpoint.head)
-        yield {f"{folder}/{name}": entry for name, entry in entries.items()}
+        yield read_folder(checkpoint.path, folder, checkpoint.head)
     rest = iter((checkpoint.files or {}).items())
     while part := dict(islice(rest, FOLDER_FILES)):
         yield part

@@ -30,7 +30,7 @@ from .schema import Entry, Manifest, crc32, verify_file
 if TYPE_CHECKING:
     from ..comm.base import Comm
 
-Files = dict[str, Entry]  # by name, relative to the checkpoint or its folder
+Files = dict[str, Entry]  # by name, relative to the checkpoint
 Directory = StrPath  # of --save, --load or --save-local
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -172,15 +172,14 @@ def read_manifest(directory: Directory, iteration: int) -> Manifest:
     if "folders" not in head:
         return head
     path = iteration_path(Path(directory), iteration)
-    files = {
-        f"{folder}/{name}": entry
-        for folder in head["folders"]
-        for name, entry in read_folder(path, folder, head).items()
-    }
+    files: Files = {}
+    for folder in head["folders"]:
+        files |= read_folder(path, folder, head)
     return {**head, "files": files}
 
 
 def read_folder(path: Path, folder: str, head: Manifest) -> Files:
+    """Return the files of a folder. Raise ValueError if its manifest is missing or damaged."""
     place = path / folder / MANIFEST
     verify_file(place, head["folders"][folder])
     contents: dict[str, Files] = _read_json(place)
@@ -188,7 +187,7 @@ def read_folder(path: Path, folder: str, head: Manifest) -> Files:
         schema.check_files(contents)
     except ValueError as error:
         raise ValueError(f"{place} is damaged: {error}: {_REMEDY}") from error
-    return contents["files"]
+    return {f"{folder}/{name}": entry for name, entry in contents["files"].items()}
 
 
 def write_folder(path: Path, files: Files) -> Entry:

@@ -186,17 +186,16 @@ def find_copies(folder: Path, world: Comm, nodes: Nodes, fits: Fits) -> Found:
 def _held(path: Path, head: Manifest, holder: int) -> Held:
     protection = Protection.of(head)
     iteration = head["iteration"]
-    rank = int(path.name.removeprefix("rank_"))
-    if (path / iteration_name(iteration) / PARITY).exists():
-        return Held(
-            iteration,
-            protection.attempt,
-            rank,
-            group=protection.group,
-            sizes=protection.sizes,
-            holder=holder,
-        )
-    return Held(iteration, protection.attempt, rank, group=(), sizes=(), holder=holder)
+    if not (path / iteration_name(iteration) / PARITY).exists():
+        protection = protection._replace(group=(), sizes=())
+    return Held(
+        iteration,
+        protection.attempt,
+        int(path.name.removeprefix("rank_")),
+        group=protection.group,
+        sizes=protection.sizes,
+        holder=holder,
+    )
 
 
 def _is_intact(folder: Path, copy: Held) -> bool:

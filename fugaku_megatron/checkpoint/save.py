@@ -204,20 +204,21 @@ def check_replaces(
 
     loaded: iteration resumed from `load`; if `load` is `save`, later ones may be replaced
     """
-    on_root(comm, lambda: _check_replaces(Path(save), load, loaded or 0))
+    save = Path(save)
 
+    def check() -> None:
+        present = saved_iterations(save)
+        if load is not None and Path(load).resolve() == save.resolve():
+            for number in present:
+                if number > (loaded or 0):
+                    _check_ours(save, number)
+        elif present:
+            raise ValueError(
+                f"--save {save} holds checkpoints of iterations {join(present)}, which this run would replace, and --load "
+                f"is {load}: pass --load {save} to continue from them, or another --save"
+            )
 
-def _check_replaces(save: Path, load: Directory | None, loaded: int) -> None:
-    present = saved_iterations(save)
-    if load is not None and Path(load).resolve() == save.resolve():
-        for number in present:
-            if number > loaded:
-                _check_ours(save, number)
-    elif present:
-        raise ValueError(
-            f"--save {save} holds checkpoints of iterations {join(present)}, which this run would replace, and --load "
-            f"is {load}: pass --load {save} to continue from them, or another --save"
-        )
+    on_root(comm, check)
 
 
 def _untouched() -> str:

@@ -123,10 +123,7 @@ def _files(path: Path, head: Manifest, problems: list[str]) -> Iterator[tuple[st
     yield from head.get("files", {}).items()
     for folder in head.get("folders", ()):
         try:
-            yield from (
-                (f"{folder}/{name}", entry)
-                for name, entry in read_folder(path, folder, head).items()
-            )
+            yield from read_folder(path, folder, head).items()
         except ValueError as error:
             problems.append(
                 f"{error}; the files of {path / folder} are not checked without {MANIFEST}"

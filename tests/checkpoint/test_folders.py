@@ -230,6 +230,6 @@ def first_folder(path, name, head, read=load_module.read_folder):
     """The folder as 127 ranks would have written it: in the dry run all copies of one entry have one name."""
     (entry,) = read(path, name, head).values()
     return {
-        f"rank_{rank:05d}.safetensors": pickle.loads(pickle.dumps(entry))
+        f"{name}/rank_{rank:05d}.safetensors": pickle.loads(pickle.dumps(entry))
         for rank in range(FOLDER_FILES)
     }
