@@ -250,11 +250,12 @@ def _parallel(
         per_chunk = layers // (layout.pp * run.placement.model_chunks)
     return replace(
         parallel,
+        **_defaults(
+            parallel,
+            "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
+            "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
+        ),
         pipeline_split=EVEN,
-        decoder_first_pipeline_num_layers=None,
-        decoder_last_pipeline_num_layers=None,
-        account_for_embedding_in_pipeline_split=False,
-        account_for_loss_in_pipeline_split=False,
         num_layers_per_virtual_pipeline_stage=per_chunk,
         cp_comm_type=comm_types,
         ddp_bucket_size=1 if _has_buckets(run, layout) else None,
@@ -269,23 +270,26 @@ def _has_buckets(run: RunConfig, layout: Layout) -> bool:
     return any(sum(TIED not in bucket for bucket in buckets) > 1 for buckets in stages)
 
 
+def _defaults(config: Any, names: str) -> FieldValues:
+    """Return the defaults of fields of a class in config. names: separated by spaces"""
+    return {name: getattr(type(config), name) for name in names.split()}
+
+
 def _training(run: RunConfig, layout: Layout, layers: int) -> Any:
     training = run.training
     each = layers // (layout.pp * run.placement.model_chunks)
     numbers = training.recompute_part_layers
     return replace(
         training,
+        **_defaults(
+            training,
+            "train_samples train_tokens eval_global_batch_size eval_micro_batch_size full_validation "
+            "multiple_validation_sets recompute_auto",
+        ),
         train_iters=ITERATIONS,
-        train_samples=None,
-        train_tokens=None,
         eval_iters=0,
-        eval_global_batch_size=None,
-        eval_micro_batch_size=None,
-        full_validation=False,
-        multiple_validation_sets=False,
         recompute_num_layers=min(training.recompute_num_layers, each),
         recompute_part_layers=numbers and tuple(min(number, each) for number in numbers),
-        recompute_auto=False,
     )
 
 
@@ -300,30 +304,20 @@ def _optimizer(run: RunConfig) -> Any:
     optimizer = run.optimizer
     return replace(
         optimizer,
+        **_defaults(
+            optimizer,
+            "decoupled_min_lr lr_decay_iters lr_decay_samples lr_decay_tokens lr_warmup_iters "
+            "lr_warmup_samples lr_warmup_fraction lr_warmup_tokens lr_warmup_init lr_wsd_decay_iters "
+            "lr_wsd_decay_samples start_weight_decay end_weight_decay weight_decay_incr_style "
+            "use_checkpoint_opt_param_scheduler no_load_optim no_load_lr_state",
+        ),
         lr=LEARNING_RATE,
         min_lr=LEARNING_RATE,
         decoupled_lr=None if optimizer.decoupled_lr is None else 2 * LEARNING_RATE,
-        decoupled_min_lr=None,
         lr_decay_style="constant",
-        lr_decay_iters=None,
-        lr_decay_samples=None,
-        lr_decay_tokens=None,
-        lr_warmup_iters=0,
-        lr_warmup_samples=0,
-        lr_warmup_fraction=None,
-        lr_warmup_tokens=0.0,
-        lr_warmup_init=0.0,
-        lr_wsd_decay_iters=None,
-        lr_wsd_decay_samples=None,
         weight_decay=WEIGHT_DECAY if optimizer.weight_decay else 0.0,
         clip_grad=CLIP_GRAD if optimizer.clip_grad else 0.0,
-        start_weight_decay=None,
-        end_weight_decay=None,
-        weight_decay_incr_style="constant",
         adam_eps=ADAM_EPS,
-        use_checkpoint_opt_param_scheduler=False,
-        no_load_optim=False,
-        no_load_lr_state=False,
     )
 
 
@@ -361,18 +355,14 @@ def in_fp32(run: RunConfig) -> RunConfig:
         parallel=replace(run.parallel, grad_reduce_in_bf16=False),
         optimizer=replace(
             run.optimizer,
-            main_params_dtype="fp32",
-            exp_avg_dtype="fp32",
-            exp_avg_sq_dtype="fp32",
+            **_defaults(run.optimizer, "main_params_dtype exp_avg_dtype exp_avg_sq_dtype"),
         ),
         system=replace(
             run.system,
-            fp16_accumulation_chunk=None,
-            fp32_matmul="ieee",
-            int8=False,
-            int8_wgrad=False,
-            int8_head=False,
-            int8_stochastic_rounding=False,
+            **_defaults(
+                run.system,
+                "fp16_accumulation_chunk fp32_matmul int8 int8_wgrad int8_head int8_stochastic_rounding",
+            ),
         ),
         lora=replace(run.lora, lora_base_format=None),
     )
@@ -385,10 +375,10 @@ def on_one_rank(run: RunConfig) -> RunConfig:
         parallel=ParallelConfig(),
         training=replace(
             run.training,
-            recompute_granularity=None,
-            recompute_method="uniform",
-            recompute_num_layers=1,
-            recompute_part_layers=None,
+            **_defaults(
+                run.training,
+                "recompute_granularity recompute_method recompute_num_layers recompute_part_layers",
+            ),
         ),
     )
 
