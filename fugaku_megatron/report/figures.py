@@ -10,10 +10,10 @@ from .record import LABEL, clock, read, rows_of
 
 LESS_IS_MORE = ("us", "s", "hours")  # units of which less is faster
 MATMULS = {
-    "gemm": "matmul {}",
-    "gemm_bf16": "matmul {}, BF16",
-    "gemm_int8": "matmul {}, INT8",
-}  # rows of a report -> name; earlier reports have no INT8
+    "gemm": "",
+    "gemm_bf16": ", BF16",
+    "gemm_int8": ", INT8",
+}  # rows of a report -> end of a name; earlier reports have no INT8
 
 Figure = tuple[str, str]  # name, unit
 
@@ -139,8 +139,10 @@ def kernel_figures(kernels: JsonObject) -> dict[Figure, float]:
         ("FMA peak of a rank", "GFLOP/s"): rank["fma_gflops"],
         ("triad of a rank", "GB/s"): rank["triad_gbs"],
     }
-    for key, name in MATMULS.items():
-        found |= {(name.format(n), "GFLOP/s"): rate for n, rate, _ in kernels.get(key, [])}
+    for key, precision in MATMULS.items():
+        found |= {
+            (f"matmul {n}{precision}", "GFLOP/s"): rate for n, rate, _ in kernels.get(key, [])
+        }
     for s, forward, backward, *_ in kernels["attention"]:
         found |= {
             (f"attention forward {s}", "GFLOP/s"): forward,

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from ..text.named_files import JsonObject
+from .figures import MATMULS
 from .figures import text as text_of
 from .record import LABEL, rows_of
 
@@ -43,16 +44,15 @@ def plots(sections: JsonObject, hours: Sequence[JsonObject]) -> list[str]:
     kernels = sections.get("kernels")
     found = []
     if kernels:
-        matmuls = {"matmul": "gemm", "matmul in BF16": "gemm_bf16", "matmul in INT8": "gemm_int8"}
         found.append(
             lines(
                 "Share of the FP32 FMA peak",
                 "matrix side, or tokens",
                 {
                     **{
-                        name: [(n, share) for n, _, share in kernels[key]]
-                        for name, key in matmuls.items()
-                        if key in kernels  # earlier reports have no INT8
+                        f"matmul{precision}": [(n, share) for n, _, share in kernels[key]]
+                        for key, precision in MATMULS.items()
+                        if key in kernels
                     },
                     "attention forward": [(row[0], row[3]) for row in kernels["attention"]],
                     "attention backward": [(row[0], row[4]) for row in kernels["attention"]],
