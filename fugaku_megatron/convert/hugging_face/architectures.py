@@ -40,7 +40,6 @@ from .rules import (
     MLP_LAYERS,
     MULTIPLIED,
     NEW_FALCON,
-    NO_DROPOUT,
     NORMALISED_EXPERTS,
     PREDICTIONS,
     QUERY_SCALE,
@@ -288,7 +287,12 @@ _SILU = {"hidden_act": ("silu", "swish")}
 _NO_WINDOW = {"use_sliding_window": False}
 _NO_BIAS = {"attention_bias": False}
 _NO_BIASES = {**_NO_BIAS, "mlp_bias": False}
-_DECODER_BLOCK = {"normalization": "RMSNorm", "disable_bias_linear": True, "swiglu": True}
+_DECODER_BLOCK = {
+    "normalization": "RMSNorm",
+    "disable_bias_linear": True,
+    "swiglu": True,
+    "hidden_dropout": 0.0,
+}
 _DECODER_PLACES = _places(
     {
         "input_layernorm": "input_layernorm",
@@ -339,7 +343,7 @@ def _decoder(
         "model_type": model_type,
         "prefix": "model.",
         "fields": (*kept, *fields),
-        "rules": (HEADS, rope, head, NO_DROPOUT, *rules),
+        "rules": (HEADS, rope, head, *rules),
         "experts": _STACKED_EXPERTS,
         **others,
         "places": _DECODER_PLACES | others.get("places", {}),
@@ -431,7 +435,7 @@ _LATENT_FIELDS = (
     Field("qk_rope_head_dim", "qk_pos_emb_head_dim"),
 )
 _VALUE_SIZE = Field("v_head_dim", "v_head_dim")
-_LATENT_RULES = (LATENT_ROTARY, NO_DROPOUT, LATENT_HEADS)
+_LATENT_RULES = (LATENT_ROTARY, LATENT_HEADS)
 _LATENT_PLACES = _places(
     {
         "self_attention.linear_q_proj": "self_attn.q_proj",
@@ -443,14 +447,6 @@ _LATENT_PLACES = _places(
         "self_attention.linear_kv_up_proj": "self_attn.kv_b_proj",
     }
 )
-_SIGMOID_ONLY = {
-    **_NO_BIAS,
-    "rope_interleave": True,
-    "norm_topk_prob": True,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "moe_layer_freq": 1,
-}
 DEEPSEEK_V3 = _decoder(
     "DeepseekV3ForCausalLM",
     "deepseek_v3",
@@ -468,7 +464,14 @@ DEEPSEEK_V3 = _decoder(
         _ROUTER_TOPK,
     ),
     rules=(*_LATENT_RULES, _UNTIED_HEAD, EXPERT_WIDTHS, GROUPS, FIRST_DENSE, PREDICTIONS),
-    only=_SIGMOID_ONLY,
+    only={
+        **_NO_BIAS,
+        "rope_interleave": True,
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+    },
     block={**_LATENT_BLOCK, **_SIGMOID_EXPERT_BLOCK},
     places=_SHARED_EXPERT_PLACES | _LATENT_PLACES | PREDICTION_PLACES,
 )
@@ -624,7 +627,6 @@ ARCHITECTURES = [
         unused=re.compile(
             r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)"
         ),
-        own_head_size=False,
     ),
     _decoder(
         "GraniteForCausalLM",
@@ -655,7 +657,7 @@ ARCHITECTURES = [
             Field("ffn_hidden_size", "ffn_hidden_size", None),
             Field("max_position_embeddings", "max_position_embeddings", 2048),
         ),
-        rules=(NEW_FALCON, ROTARY, tied(True), NO_DROPOUT),
+        rules=(NEW_FALCON, ROTARY, tied(True)),
         only=_only(
             {
                 "activation": "gelu",
@@ -666,7 +668,7 @@ ARCHITECTURES = [
                 "num_ln_in_parallel_attn": (2, None),
             }
         ),
-        block={"disable_bias_linear": True, "parallel_residual": True},
+        block={"disable_bias_linear": True, "parallel_residual": True, "hidden_dropout": 0.0},
         places=_places(
             prefix="h.{}.",
             layer={
@@ -679,7 +681,6 @@ ARCHITECTURES = [
             },
             outside={_WORD_EMBEDDINGS: "word_embeddings", _FINAL_NORM: "ln_f", OUTPUT: "lm_head"},
         ),
-        own_head_size=False,
     ),
     _decoder(
         "MixtralForCausalLM",

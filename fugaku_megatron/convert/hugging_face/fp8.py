@@ -8,18 +8,17 @@ The last blocks of a row and a column may be smaller.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...checkpoint.tensor_files import StoredTensor
 from ...config.fields import check, is_off
 from ...text.named_files import JsonObject
 from .rules import FILE
-from .tensor_directory import TensorDirectory
+from .tensor_directory import TensorDirectory, in_bf16
 
 FP8 = torch.float8_e4m3fn
 SCALE = "_scale_inv"
@@ -61,8 +60,10 @@ def block_size(quantization: JsonObject) -> BlockSize:
     return BlockSize(*sizes)
 
 
-def widened(weight: Tensor, scales: Tensor, block: BlockSize) -> Tensor:
+def _widened(files: TensorDirectory, name: str, block: BlockSize) -> Tensor:
     """Return the products of FP8 numbers (outputs, inputs) and their blocks' scales, rounded to BF16."""
+    weight = files.read(name)
+    scales = files.read(name + SCALE)
     result = torch.empty(weight.shape, dtype=torch.bfloat16)
     columns = weight.shape[1]
     for number, row in enumerate(scales.float()):
@@ -72,22 +73,10 @@ def widened(weight: Tensor, scales: Tensor, block: BlockSize) -> Tensor:
     return result
 
 
-@dataclass(frozen=True)
-class Fp8Directory(TensorDirectory):
-    """Tensors; those in FP8 of `packed` are read in BF16."""
-
-    packed: TensorDirectory
-    block: BlockSize
-
-    def read(self, name: str) -> Tensor:
-        if self.packed.tensors[name][1].dtype != FP8:
-            return super().read(name)
-        return widened(self.packed.read(name), self.packed.read(name + SCALE), self.block)
-
-
 def without_scales(files: TensorDirectory, block: BlockSize) -> TensorDirectory:
     """Return the tensors, FP8 ones in BF16. Raise ValueError for scales that are missing or do not fit."""
     tensors = dict(files.tensors)
+    computed = {}
     for name, (file, stored) in files.tensors.items():
         if stored.dtype != FP8:
             continue
@@ -108,6 +97,7 @@ def without_scales(files: TensorDirectory, block: BlockSize) -> TensorDirectory:
             f"{file.path}: {name} has shape {list(stored.shape)} and {scale} {list(found.shape)}, which is not FP8 "
             f"in blocks of {block.rows} x {block.columns}: copy the whole directory again",
         )
-        tensors[name] = file, StoredTensor(torch.bfloat16, math.prod(stored.shape), 0, stored.shape)
+        tensors[name] = file, in_bf16(stored.shape)
+        computed[name] = partial(_widened, files, name, block)
         del tensors[scale]
-    return Fp8Directory(files.path, tensors, files, block)
+    return replace(files, tensors=tensors, computed=computed)

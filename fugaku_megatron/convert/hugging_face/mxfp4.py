@@ -6,15 +6,14 @@ NAME_scales  uint8 (experts, outputs, inputs / 32), the exponent + 127
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ...checkpoint.tensor_files import StoredTensor
 from ...config.fields import check
-from .tensor_directory import TensorDirectory
+from .tensor_directory import TensorDirectory, in_bf16
 
 BLOCKS = "_blocks"
 SCALES = "_scales"
@@ -32,26 +31,20 @@ def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
     return torch.ldexp(numbers, exponents).flatten(-2).to(torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class Mxfp4Directory(TensorDirectory):
-    """Tensors; the tensors of `packed` are read in BF16, (experts, inputs, outputs), under NAME."""
-
-    packed: TensorDirectory
-
-    def read(self, name: str) -> Tensor:
-        if name + BLOCKS not in self.packed.tensors:
-            return super().read(name)
-        blocks = self.packed.read(name + BLOCKS)
-        scales = self.packed.read(name + SCALES)
-        weight = torch.empty(self.tensors[name][1].shape, dtype=torch.bfloat16)
-        for expert, own in enumerate(weight):
-            own.copy_(dequantized(blocks[expert], scales[expert]).t())
-        return weight
+def _weight(files: TensorDirectory, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Return the weights of all experts in BF16, (experts, inputs, outputs)."""
+    blocks = files.read(name + BLOCKS)
+    scales = files.read(name + SCALES)
+    weight = torch.empty(shape, dtype=torch.bfloat16)
+    for expert, own in enumerate(weight):
+        own.copy_(dequantized(blocks[expert], scales[expert]).t())
+    return weight
 
 
 def unpacked(files: TensorDirectory) -> TensorDirectory:
     """Return the tensors with packed ones under their NAME. Raise ValueError for shapes that do not fit."""
     tensors = dict(files.tensors)
+    computed = {}
     for place in files.tensors:
         name = place.removesuffix(BLOCKS)
         if name == place:
@@ -75,6 +68,7 @@ def unpacked(files: TensorDirectory) -> TensorDirectory:
         )
         experts, outputs, count, _ = blocks.shape
         shape = (experts, 2 * _BYTES * count, outputs)
-        tensors[name] = file, StoredTensor(torch.bfloat16, math.prod(shape), 0, shape)
+        tensors[name] = file, in_bf16(shape)
+        computed[name] = partial(_weight, files, name, shape)
         del tensors[place], tensors[name + SCALES]
-    return Mxfp4Directory(files.path, tensors, files)
+    return replace(files, tensors=tensors, computed=computed)

@@ -238,9 +238,9 @@ def _read_rotary_of_text(config: JsonObject) -> JsonObject:
 ROTARY_OF_TEXT = replace(_QUARTER, read=_read_rotary_of_text)
 
 
-def _write_named_rope(model: ModelConfig) -> JsonObject:
+def _rope_parameters(model: ModelConfig) -> JsonObject:
     scaling = _write_scaling(model)["rope_scaling"] or {"rope_type": "default"}
-    return {"rope_scaling": None, "rope_parameters": {**scaling, "rope_theta": model.rotary_base}}
+    return {**scaling, "rope_theta": model.rotary_base}
 
 
 def named_rotary(scaled: JsonObject) -> Rule:
@@ -258,7 +258,11 @@ def named_rotary(scaled: JsonObject) -> Rule:
             config = {**config, "rope_parameters": scaled}
         return plain.read({"rope_theta": scaled["rope_theta"], **config})
 
-    return Rule(read, _write_named_rope, ROTARY.names)
+    return Rule(
+        read,
+        lambda model: {"rope_scaling": None, "rope_parameters": _rope_parameters(model)},
+        ROTARY.names,
+    )
 
 
 def no_rope_in_full_layers(default: int, every: int, without_windows: bool) -> Rule:
@@ -346,11 +350,10 @@ def rotary_by_layer(base: float, window_base: float, name: str | None, every: in
         return {**values, "window_rotary_base": local}
 
     def write(model: ModelConfig) -> JsonObject:
-        scaling = _write_scaling(model)["rope_scaling"] or {"rope_type": "default"}
         window = model.window_rotary_base or model.rotary_base
         return {
             "rope_parameters": {
-                FULL: {**scaling, "rope_theta": model.rotary_base},
+                FULL: _rope_parameters(model),
                 WINDOWED: {"rope_type": "default", "rope_theta": window},
             }
         }

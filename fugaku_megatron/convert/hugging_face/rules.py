@@ -497,10 +497,6 @@ def _check_layers(config: JsonObject, *names: str, default: str = FULL) -> JsonO
 
 
 FULL_ATTENTION = Rule(lambda config: _check_layers(config, FULL), names=("layer_types",))
-NO_DROPOUT = Rule(
-    lambda config: {"hidden_dropout": 0.0}
-)  # these architectures have none between layers
-
 SCALED_EMBEDDING = Rule(
     lambda config: {"embedding_multiplier": integer(config, "hidden_size") ** 0.5}
 )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ...checkpoint.tensor_files import (
@@ -30,10 +32,15 @@ _PICKLED = ("*.bin", "*.pt", "*.pth")
 
 @dataclass(frozen=True)
 class TensorDirectory:
-    """Model directory of safetensors. tensors: name -> (file, stored tensor)"""
+    """Model directory of safetensors.
+
+    tensors: name -> (file, stored tensor)
+    computed: functions that compute the tensors which are stored in another form, by name
+    """
 
     path: Path
     tensors: Tensors
+    computed: Mapping[str, Callable[[], Tensor]] = field(default_factory=dict)
 
     @staticmethod
     def open(path: Path) -> TensorDirectory:
@@ -56,8 +63,15 @@ class TensorDirectory:
         return TensorDirectory(path, header(path / SINGLE))
 
     def read(self, name: str) -> Tensor:
+        if name in self.computed:
+            return self.computed[name]()
         file, stored = self.tensors[name]
         return file.read_tensor(stored)
+
+
+def in_bf16(shape: tuple[int, ...]) -> StoredTensor:
+    """Return the description of a computed tensor."""
+    return StoredTensor(torch.bfloat16, math.prod(shape), 0, shape)
 
 
 def read_json(path: Path) -> JsonObject:

@@ -85,7 +85,7 @@ def fused_query_key_value(ours: Tensor, part: int, model: ModelConfig) -> Arrang
 
 def fused_stacked(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return gate and value (2 f, h) from ours (2, f, h)."""
-    return [ours], (2 * ours.shape[1], *ours.shape[2:])
+    return _view(ours.flatten(0, 1))
 
 
 def stacked_of_expert(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
@@ -95,7 +95,7 @@ def stacked_of_expert(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
 
 def stacked_experts(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return gates before values, (experts, 2 f, h), from ours (experts, 2, f, h)."""
-    return [ours], (len(ours), 2 * ours.shape[2], *ours.shape[3:])
+    return _view(ours.flatten(1, 2))
 
 
 def interleaved(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
@@ -111,7 +111,7 @@ def transposed_experts(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     return _view(ours.transpose(1, 2))
 
 
-def _key_heads(ours: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
+def key_heads(ours: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
     """Return the queries, keys, values, and if present gates, strengths and decays, each (k, rows, ...) of k key heads."""
     heads = ours.view(model.linear_num_key_heads, -1, *ours.shape[1:])
     sizes = model.key_head_parts
@@ -132,7 +132,7 @@ def delta_projections(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
 
 def delta_parts(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return Qwen3.5's in_proj_qkv, all queries before all keys and values; in_proj_z, in_proj_b, or in_proj_a."""
-    queries, keys, values, *others = _key_heads(ours, model)
+    queries, keys, values, *others = key_heads(ours, model)
     theirs = [queries, keys, values] if part == 0 else [others[part - 1]]
     rows = sum(view.shape[0] * view.shape[1] for view in theirs)
     return theirs, (rows, *ours.shape[1:])
@@ -140,7 +140,7 @@ def delta_parts(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
 
 def delta_convolution(ours: Tensor, part: int, model: ModelConfig) -> Arranged:
     """Return conv1d (channels, 1, width), all queries before all keys and values."""
-    return list(_key_heads(ours, model)), (len(ours), 1, ours.shape[1])
+    return list(key_heads(ours, model)), (len(ours), 1, ours.shape[1])
 
 
 # Arrangements of weights that are stored as (inputs, outputs).

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...config.model import ModelConfig
+from ..hugging_face.tensor_views import key_heads
 
 # Keys behind a weight's, in the order of `ModelConfig.key_head_parts`.
 _PARTS = {
@@ -36,9 +37,7 @@ def joined_parts(parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
 
 def split_parts(name: str, whole: Tensor, model: ModelConfig) -> list[Tensor]:
     """Return the parts of a weight in the shapes of Megatron-LM."""
-    heads = whole.unflatten(0, (model.linear_num_key_heads, -1))
-    sizes = model.key_head_parts[: len(parts_of(name))]
-    parts = [part.flatten(0, 1) for part in heads.split(sizes, 1)]
+    parts = [part.flatten(0, 1) for part in key_heads(whole, model)]
     if name.endswith(".conv1d.weight"):
         return [part.unsqueeze(1) for part in parts]
     return parts
