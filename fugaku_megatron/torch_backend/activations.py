@@ -1,4 +1,4 @@
-"""GELU, its exact form and its tanh form, SiLU, and their gradients, FP32 and BF16."""
+"""GELU, its exact form and its tanh form, SiLU, and their gradients, FP32 and BF16, of tensors of any shape."""
 
 from __future__ import annotations
 
@@ -7,69 +7,52 @@ from torch import Tensor
 
 from ..host import kernels
 
-TYPES = (torch.float32, torch.bfloat16)
 # Names of ATen and of the kernels.
 FORMS = {"none": "gelu_exact", "tanh": "gelu"}
 # Columns of rows that dense tensors are read as: the kernels read four rows at once, and memory is slower with short ones.
 WIDE = 4096
 
 
-def gelu(x: Tensor, approximate: str = "none", out: Tensor | None = None) -> object:
-    """Return the GELU of x of any shape. out: may be x"""
-    return _activate(FORMS.get(approximate), x, out)
+def gelu(x: Tensor, approximate: str, out: Tensor | None = None) -> object:
+    """Return the GELU of x. out: may be x"""
+    return _compute(FORMS.get(approximate), out, x)
 
 
-def gelu_in_place(x: Tensor, approximate: str = "none") -> object:
-    return gelu(x, approximate, x)
-
-
-def gelu_backward(
-    dy: Tensor, x: Tensor, approximate: str = "none", out: Tensor | None = None
-) -> object:
-    return _differentiate(FORMS.get(approximate), dy, x, out)
+def gelu_backward(dy: Tensor, x: Tensor, approximate: str, out: Tensor | None = None) -> object:
+    return _compute(FORMS.get(approximate), out, x, dy)
 
 
 def silu(x: Tensor, out: Tensor | None = None) -> object:
-    """Return x / (1 + exp(-x)) of any shape. out: may be x"""
-    return _activate("silu", x, out)
-
-
-def silu_in_place(x: Tensor) -> object:
-    return silu(x, x)
+    """Return x / (1 + exp(-x)). out: may be x"""
+    return _compute("silu", out, x)
 
 
 def silu_backward(dy: Tensor, x: Tensor, out: Tensor | None = None) -> object:
-    return _differentiate("silu", dy, x, out)
+    return _compute("silu", out, x, dy)
 
 
-def _activate(form: str | None, x: Tensor, out: Tensor | None) -> object:
-    out = _output(out, x)
-    rows = None if out is None else _rows(out, x)
-    if form is None or rows is None:
-        return NotImplemented
-    kernels.activate(rows[1], None, rows[0], form)
-    return out
-
-
-def _differentiate(form: str | None, dy: Tensor, x: Tensor, out: Tensor | None) -> object:
-    """Return the gradient of x from the gradient dy of its activation."""
-    is_expanded = 0 in dy.stride()
-    out = _output(out, x, dy) if is_expanded else _output(out, dy, x)
-    rows = None if out is None else _rows(out, x, dy)
-    if form is None or rows is None:
-        return NotImplemented
-    kernels.activate_backward(rows[2].contiguous(), rows[1], rows[0], form)
-    return out
-
-
-def _output(out: Tensor | None, *inputs: Tensor) -> Tensor | None:
-    """Return the output, by default a new tensor, or None if the kernels cannot compute it from the inputs."""
-    x = inputs[0]
-    if x.dtype not in TYPES or not x.numel():
-        return None
+def _compute(form: str | None, out: Tensor | None, x: Tensor, dy: Tensor | None = None) -> object:
+    """Return the activation of x, or the gradient of x from the gradient dy of its activation."""
     if out is None:
-        out = torch.empty_like(x)
-    return out if all(_can_write(out, each) for each in inputs) else None
+        out = torch.empty_like(x if dy is None or 0 in dy.stride() else dy)
+    inputs = [x] if dy is None else [x, dy]
+    if form is None or not all(_can_write(out, each) for each in inputs):
+        return NotImplemented
+    # The output and the inputs in the order of memory.
+    order = sorted(range(out.dim()), key=out.stride, reverse=True)
+    tensors = [each.permute(order) for each in (out, *inputs)]
+    if not tensors[0].is_contiguous():
+        return NotImplemented
+    columns = tensors[0].shape[-1] if order else 1
+    if out.numel() % WIDE == 0 and all(each.is_contiguous() for each in tensors):
+        columns = WIDE
+    rows = [each.reshape(-1, columns) for each in tensors]
+    rows = [each if each.stride(1) == 1 else each.contiguous() for each in rows]
+    if dy is None:
+        kernels.activate(rows[1], None, rows[0], form)
+    else:
+        kernels.activate_backward(rows[2].contiguous(), rows[1], rows[0], form)
+    return out
 
 
 def _can_write(out: Tensor, x: Tensor) -> bool:
@@ -79,16 +62,3 @@ def _can_write(out: Tensor, x: Tensor) -> bool:
     if out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
         return True
     return out.data_ptr() == x.data_ptr() and out.stride() == x.stride()
-
-
-def _rows(out: Tensor, *inputs: Tensor) -> list[Tensor] | None:
-    """Return a dense output and the inputs as rows in the order of memory, or None for other outputs."""
-    order = sorted(range(out.dim()), key=out.stride, reverse=True)
-    tensors = [each.permute(order) for each in (out, *inputs)]
-    if not tensors[0].is_contiguous():
-        return None
-    columns = tensors[0].shape[-1] if order else 1
-    if out.numel() % WIDE == 0 and all(each.is_contiguous() for each in tensors):
-        columns = WIDE
-    rows = [each.reshape(-1, columns) for each in tensors]
-    return [each if each.stride(1) == 1 else each.contiguous() for each in rows]

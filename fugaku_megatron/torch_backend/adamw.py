@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,9 @@ from . import build
 
 
 class Step(NamedTuple):
-    """Arguments of ATen's operator after the learning rate."""
+    """Arguments of ATen's operator after its lists."""
 
+    lr: float
     beta1: float
     beta2: float
     weight_decay: float
@@ -27,6 +28,12 @@ class Step(NamedTuple):
     grad_scale: Tensor | None
     found_inf: Tensor | None
 
+    @property
+    def is_served(self) -> bool:
+        if self.amsgrad or self.grad_scale is not None or self.found_inf is not None:
+            return False
+        return self.eps > 0 and 0 <= self.beta1 < 1 and 0 <= self.beta2 < 1
+
 
 def adamw(
     params: list[Tensor],
@@ -35,19 +42,18 @@ def adamw(
     exp_avg_sqs: list[Tensor],
     max_exp_avg_sqs: list[Tensor],
     state_steps: list[Tensor],
-    lr: float,
-    *others: object,
+    *others: Any,
 ) -> object:
-    """Update parameters and moments in place."""
-    step = Step(*others)  # type: ignore[arg-type]
+    """Update parameters and moments in place. others: see `Step`"""
+    step = Step(*others)
     counts = [int(each) for each in state_steps]
     states = list(zip(params, grads, exp_avgs, exp_avg_sqs))
-    if not _is_served(step) or min(counts, default=0) < 1 or not all(map(_can_update, states)):
+    if not step.is_served or min(counts, default=0) < 1 or not all(map(_can_update, states)):
         return NotImplemented
     for state, count in zip(states, counts):
         kernels.adamw(
             *state,
-            lr=lr,
+            lr=step.lr,
             beta1=step.beta1,
             beta2=step.beta2,
             eps=step.eps,
@@ -58,12 +64,9 @@ def adamw(
     return None
 
 
-def adam(*arguments: object) -> object:
+def adam(*arguments: Any) -> object:
     """Update parameters and moments in place, without weight decay, which Adam adds to the gradient."""
-    weight_decay = arguments[9]
-    if weight_decay:
-        return NotImplemented
-    return adamw(*arguments)  # type: ignore[arg-type]
+    return NotImplemented if Step(*arguments[6:]).weight_decay else adamw(*arguments)
 
 
 def fuse_default_step() -> None:
@@ -88,12 +91,6 @@ def _can_fuse(*tensors: list[Tensor], **options: object) -> bool:
         type(each) in (Tensor, Parameter) and each.dtype == torch.float32 and each.is_cpu
         for each in itertools.chain(*tensors)
     )
-
-
-def _is_served(step: Step) -> bool:
-    if step.amsgrad or step.grad_scale is not None or step.found_inf is not None:
-        return False
-    return step.eps > 0 and 0 <= step.beta1 < 1 and 0 <= step.beta2 < 1
 
 
 def _can_update(state: tuple[Tensor, ...]) -> bool:

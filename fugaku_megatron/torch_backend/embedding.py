@@ -7,8 +7,6 @@ from torch import Tensor
 
 from ..host import kernels
 
-TYPES = (torch.float32, torch.bfloat16)
-
 
 def embedding_dense_backward(
     grad_output: Tensor,
@@ -21,10 +19,7 @@ def embedding_dense_backward(
 
     padding_idx: row without a gradient, -1 for none
     """
-    integers = indices.dtype in (torch.int64, torch.int32)
-    if scale_grad_by_freq or grad_output.dtype not in TYPES or not integers:
-        return NotImplemented
-    if grad_output.numel() == 0 or num_weights == 0:
+    if scale_grad_by_freq or indices.dtype not in (torch.int64, torch.int32) or not num_weights:
         return NotImplemented
     # Rounding a table of FP32 sums takes longer than PyTorch's sums in BF16 if most rows have no token.
     table = num_weights * grad_output.shape[-1]

@@ -7,17 +7,13 @@ from torch import Tensor
 
 from ..host import kernels
 
-TYPES = (torch.float32, torch.bfloat16)
 FEW_ROWS = 16  # of a product that is faster without packing the second factor (measured on Zen 4)
 
 
 def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> object:
     """Return a (m, k) b (k, n)."""
-    if not _can_multiply(a, b, rank=2):
-        return NotImplemented
+    out = _output(2, out, a, b)
     if out is None:
-        out = a.new_empty(a.shape[0], b.shape[1])
-    elif not _can_write(out, a, b):
         return NotImplemented
     _write_product(_lines(a), _lines(b), out)
     return out
@@ -27,55 +23,51 @@ def addmm(
     added: Tensor,
     a: Tensor,
     b: Tensor,
-    beta: float = 1,
-    alpha: float = 1,
+    beta: float,
+    alpha: float,
     out: Tensor | None = None,
 ) -> object:
     """Return beta added + a (m, k) b (k, n). added: anything that broadcasts to (m, n)."""
-    if alpha != 1 or not _can_multiply(a, b, rank=2):
+    if alpha != 1 or added.dtype != a.dtype:
         return NotImplemented
-    shape = (a.shape[0], b.shape[1])
-    if added.dtype != a.dtype or not _broadcasts(added, shape):
-        return NotImplemented
-    if beta == 0:
-        return mm(a, b, out)
+    inputs = (a, b) if beta == 0 else (a, b, added)
+    out = _output(2, out, *inputs)
     if out is None:
-        out = a.new_empty(shape)
-    elif not _can_write(out, a, b, added):
+        return NotImplemented
+    try:
+        added = added.expand_as(out)
+    except RuntimeError:
         return NotImplemented
     a = _lines(a)
     b = _lines(b)
-    if beta == 1 and a.stride(1) == 1 and b.stride(0) == 1 and out.stride(1) == 1:
+    if beta == 0:
+        _write_product(a, b, out)
+    elif beta == 1 and a.stride(1) == 1 and b.stride(0) == 1 and out.stride(1) == 1:
         _write_linear(a, b.t(), out, added)
-    else:
+    elif out.stride(1) == 1:
         _write_sum(a, b, out, added, beta)
+    else:
+        _write_sum(b.t(), a.t(), out.t(), added.t(), beta)
     return out
 
 
 def bmm(a: Tensor, b: Tensor, out: Tensor | None = None) -> object:
     """Return a (groups, m, k) b (groups, k, n)."""
-    if not _can_multiply(a, b, rank=3):
+    out = _output(3, out, a, b)
+    if out is None:
         return NotImplemented
     groups, m, k = a.shape
     n = b.shape[2]
-    if out is None:
-        out = a.new_empty(groups, m, n)
-    elif not (out.is_contiguous() and _can_write(out, a, b)):
-        return NotImplemented
     if groups == 1:
         _write_product(_lines(a[0]), _lines(b[0]), out[0])
         return out
     columns = a.transpose(1, 2)
     if columns.is_contiguous() and not a.is_contiguous():
+        total = _fp32(out).zero_()
         rows = columns.reshape(groups * k, m)
         factor = b.contiguous().view(groups * k, n)
-        total = (
-            out.zero_()
-            if out.dtype == torch.float32
-            else torch.zeros(out.shape, dtype=torch.float32)
-        )
         kernels.grouped_linear_weight_gradient(rows, factor, torch.full((groups,), k), total)
-        return out if total is out else out.copy_(total)
+        return out.copy_(total)
     rows = a.reshape(groups * m, k)
     _write_groups(rows, b, torch.full((groups,), m), out.view(groups * m, n))
     return out
@@ -84,38 +76,33 @@ def bmm(a: Tensor, b: Tensor, out: Tensor | None = None) -> object:
 def grouped_mm(
     a: Tensor,
     b: Tensor,
-    offsets: Tensor | None = None,
-    bias: Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    offsets: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype | None,
 ) -> object:
     """Return the products of groups, in which the row or column numbers end that `offsets` lists.
 
     a: (m, k), groups of rows, with b (groups, k, n): the product is (m, n)
     a: (m, k), groups of columns, with b (k, n): the products are (groups, m, n)
     """
-    known = offsets is not None and bias is None and dtype in (None, a.dtype)
-    if not known or a.dtype not in TYPES or b.dtype != a.dtype or a.dim() != 2 or b.dim() < 2:
+    if offsets is None or bias is not None or dtype not in (None, a.dtype):
         return NotImplemented
-    ends = offsets.tolist()  # type: ignore[union-attr]
+    if b.dtype != a.dtype or a.dim() != 2 or b.dim() not in (2, 3) or a.shape[1] != b.shape[-2]:
+        return NotImplemented
+    bounds = [0, *offsets.tolist()]
+    end = bounds[-1]
+    counts = torch.tensor(bounds).diff()
     of_rows = b.dim() == 3
-    length = a.shape[0] if of_rows else a.shape[1]
-    fits = a.shape[1] == b.shape[-2] and (not of_rows or len(b) == len(ends))
-    if (
-        not fits
-        or not a.numel()
-        or not b.numel()
-        or sorted([0, *ends, length]) != [0, *ends, length]
-    ):
+    bounds.append(a.shape[0] if of_rows else a.shape[1])
+    if sorted(bounds) != bounds or not len(counts) or (of_rows and len(b) != len(counts)):
         return NotImplemented
-    counts = torch.tensor([0, *ends]).diff()
     if of_rows:
         out = a.new_empty(len(a), b.shape[2])
-        _write_groups(a[: ends[-1]], b, counts, out[: ends[-1]])
+        _write_groups(a[:end], b, counts, out[:end])
         return out
-    out = a.new_empty(len(ends), a.shape[0], b.shape[1])
-    for columns, rows, product in zip(
-        a[:, : ends[-1]].split(counts.tolist(), 1), b[: ends[-1]].split(counts.tolist()), out
-    ):
+    out = a.new_empty(len(counts), a.shape[0], b.shape[1])
+    sizes = counts.tolist()
+    for columns, rows, product in zip(a[:, :end].split(sizes, 1), b[:end].split(sizes), out):
         if len(rows):
             _write_product(_lines(columns), _lines(rows), product)
         else:
@@ -123,45 +110,38 @@ def grouped_mm(
     return out
 
 
-def _can_multiply(a: Tensor, b: Tensor, rank: int) -> bool:
-    if a.dtype not in TYPES or a.dtype != b.dtype:
-        return False
-    if a.dim() != rank or b.dim() != rank or a.shape[-1] != b.shape[-2]:
-        return False
-    return a.shape[:-2] == b.shape[:-2] and a.numel() > 0 and b.numel() > 0
+def _output(rank: int, out: Tensor | None, a: Tensor, b: Tensor, *others: Tensor) -> Tensor | None:
+    """Return the output of a product of tensors of `rank` dimensions, by default a new one, or None for a call that is not served.
+
+    An output of the caller has contiguous rows or columns, and shares no memory with the inputs.
+    """
+    if a.dtype != b.dtype or a.dim() != rank or b.dim() != rank:
+        return None
+    if a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
+        return None
+    shape = (*a.shape[:-1], b.shape[-1])
+    if out is None:
+        return a.new_empty(shape)
+    storages = {each.untyped_storage().data_ptr() for each in (a, b, *others)}
+    if out.dtype != a.dtype or out.shape != shape or out.untyped_storage().data_ptr() in storages:
+        return None
+    return out if out.is_contiguous() or rank == 2 and _has_distinct_lines(out) else None
 
 
-def _can_write(out: Tensor, a: Tensor, b: Tensor, added: Tensor | None = None) -> bool:
-    """Return True for an output whose rows or columns are contiguous and share no memory with the inputs."""
-    inputs = (a, b) if added is None else (a, b, added)
-    if out.dtype != a.dtype or out.shape != (*a.shape[:-1], b.shape[-1]):
-        return False
-    storage = out.untyped_storage().data_ptr()
-    if any(each.untyped_storage().data_ptr() == storage for each in inputs):
-        return False
-    return out.is_contiguous() or out.dim() == 2 and _has_lines(out) and _is_distinct(out)
-
-
-def _is_distinct(out: Tensor) -> bool:
-    """Return True if no element of a matrix shares memory with another element."""
-    short = min(out.stride())
-    return short == 1 and max(out.stride()) >= out.shape[out.stride().index(short)]
-
-
-def _broadcasts(added: Tensor, shape: tuple[int, int]) -> bool:
-    if added.dim() > 2:
-        return False
-    sizes = zip(reversed(added.shape), reversed(shape))
-    return all(size in (1, whole) for size, whole in sizes)
-
-
-def _has_lines(x: Tensor) -> bool:
-    return x.stride(0) == 1 or x.stride(1) == 1
+def _has_distinct_lines(out: Tensor) -> bool:
+    """Return True if rows or columns are contiguous and no element shares memory with another one."""
+    short, long = sorted(out.stride())
+    return short == 1 and long >= out.shape[out.stride().index(short)]
 
 
 def _lines(x: Tensor) -> Tensor:
     """Return a matrix with contiguous rows or columns."""
-    return x if _has_lines(x) else x.clone(memory_format=torch.contiguous_format)
+    return x if 1 in x.stride() else x.clone(memory_format=torch.contiguous_format)
+
+
+def _fp32(out: Tensor) -> Tensor:
+    """Return memory for sums of an output."""
+    return out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
 
 
 def _write_groups(rows: Tensor, b: Tensor, counts: Tensor, out: Tensor) -> None:
@@ -186,14 +166,12 @@ def _write_product(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 
 def _write_linear(x: Tensor, weight: Tensor, out: Tensor, added: Tensor) -> None:
-    """Write x weight^T + added to out. Rows of x, weight and out are contiguous."""
-    if added.numel() != out.shape[1] or added.shape[-1:] != out.shape[1:]:
-        residual = added.expand_as(out)
-        if residual.stride(1) != 1:
-            residual = residual.contiguous()
+    """Write x weight^T + added to out, all of whose rows are contiguous except for those of `added`."""
+    if len(out) > 1 and added.stride(0) != 0 or added.stride(1) == 0:
+        residual = added if added.stride(1) == 1 else added.contiguous()
         kernels.linear_forward(x, weight, out, residual=residual)
         return
-    bias = added.reshape(-1).contiguous()
+    bias = added[0].contiguous()
     if len(x) <= FEW_ROWS and out.is_contiguous():
         kernels.linear_few_rows(x, weight, out, bias)
     else:
@@ -201,16 +179,9 @@ def _write_linear(x: Tensor, weight: Tensor, out: Tensor, added: Tensor) -> None
 
 
 def _write_sum(a: Tensor, b: Tensor, out: Tensor, added: Tensor, beta: float) -> None:
-    """Write beta added + a b to out, summed in FP32."""
-    if out.stride(1) != 1:
-        _write_sum(b.t(), a.t(), out.t(), added.expand_as(out).t(), beta)
-        return
-    total = out
-    if out.dtype != torch.float32:
-        total = torch.empty(out.shape, dtype=torch.float32)
-    total.copy_(added)
+    """Write beta added + a b to out, whose rows are contiguous, summed in FP32."""
+    total = _fp32(out).copy_(added)
     if beta != 1:
         total.mul_(beta)
     kernels.gemm(a, b, total, accumulate=True)
-    if total is not out:
-        out.copy_(total)
+    out.copy_(total)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm.autograd import Gradients
 from ..host import kernels
-from . import composed
-
-TYPES = (torch.float32, torch.bfloat16)
+from .composed import Composed
 
 
 def layer_norm(
@@ -23,14 +21,13 @@ def layer_norm(
     if not (epsilon >= 0 and _is_supported(x, shape, weight, bias)):
         return NotImplemented
     rows = _rows(x, shape)
-    columns = rows.shape[1]
-    scale = rows.new_ones(columns) if weight is None else _columns(weight)
-    shift = rows.new_zeros(columns) if bias is None else _columns(bias)
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    scale = x.new_ones(shape) if weight is None else weight
+    shift = x.new_zeros(shape) if bias is None else bias
+    y = torch.empty_like(rows)
     mean, rstd = rows.new_empty(2, len(rows), dtype=torch.float32)
-    kernels.layer_norm(rows, scale, shift, y.view(rows.shape), mean, rstd, epsilon)
+    kernels.layer_norm(rows, _vector(scale), _vector(shift), y, mean, rstd, epsilon)
     leading = x.shape[: x.dim() - len(shape)] + (1,) * len(shape)
-    return y, mean.view(leading).to(x.dtype), rstd.view(leading).to(x.dtype)
+    return y.view(x.shape), mean.view(leading).to(x.dtype), rstd.view(leading).to(x.dtype)
 
 
 def layer_norm_backward(
@@ -46,88 +43,63 @@ def layer_norm_backward(
     if not _is_supported(x, shape, weight, bias) or grad_out.dtype != x.dtype:
         return NotImplemented
     rows = _rows(x, shape)
-    columns = rows.shape[1]
-    scale = rows.new_ones(columns) if weight is None else _columns(weight)
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    sums = torch.zeros(2, columns)
+    scale = x.new_ones(shape) if weight is None else weight
+    dx = torch.empty_like(rows)
+    sums = torch.zeros(2, rows.shape[1])
     kernels.layer_norm_backward(
         _rows(grad_out, shape),
         rows,
         mean.float().flatten(),
         rstd.float().flatten(),
-        scale,
-        dx.view(rows.shape),
+        _vector(scale),
+        dx,
         *sums,
     )
-    dweight, dbias = (each.view(shape).to(x.dtype) for each in sums)
-    return (
-        dx if wanted[0] else None,
-        dweight if wanted[1] else None,
-        dbias if wanted[2] else None,
-    )
+    gradients = (dx.view(x.shape), *(each.view(shape).to(x.dtype) for each in sums))
+    return tuple(each if needed else None for each, needed in zip(gradients, wanted))
 
 
 def rms_norm(
-    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, epsilon: float | None = None
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, epsilon: float | None
 ) -> object:
     """Return x / sqrt(mean(x^2) + epsilon) * weight over the last dimensions, for x (..., *shape)."""
     if epsilon is None:
         epsilon = torch.finfo(torch.float32).eps
     if not (epsilon >= 0 and _is_supported(x, shape, weight)):
         return NotImplemented
-    scale = x.new_ones(tuple(shape)) if weight is None else weight
-    return _RmsNorm.apply(x, scale, epsilon)  # type: ignore[no-untyped-call]
 
-
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        rows = _rows(x, weight.shape)
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    def forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        rows = _rows(x, shape)
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)  # autograd takes no view
         rstd = rows.new_empty(len(rows), dtype=torch.float32)
-        kernels.rms_norm(rows, _columns(weight), y.view(rows.shape), rstd, epsilon)
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.epsilon = epsilon
-        return y
+        kernels.rms_norm(rows, _vector(weight), y.view(rows.shape), rstd, epsilon)
+        return y, rstd
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, rstd = ctx.saved_tensors
-        dy = gradients[0].resolve_neg()
-        if not composed.is_plain(dy):
-            compose = functools.partial(_compose, x, weight, ctx.epsilon)
-            return *composed.gradients(compose, (x, weight), dy), None
-        rows = _rows(x, weight.shape)
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    def backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> Gradients:
+        rows = _rows(x, shape)
+        dx = torch.empty_like(rows)
         dweight = torch.zeros(rows.shape[1])
-        kernels.rms_norm_backward(
-            _rows(dy, weight.shape), rows, rstd, _columns(weight), dx.view(rows.shape), dweight
-        )
-        return dx, dweight.view(weight.shape).to(x.dtype), None
+        kernels.rms_norm_backward(_rows(dy, shape), rows, rstd, _vector(weight), dx, dweight)
+        return dx.view(x.shape), dweight.view(shape).to(x.dtype)
 
+    def compose(x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.float()
+        squares = wide.square().mean(tuple(range(-len(shape), 0)), keepdim=True)
+        return (wide * torch.rsqrt(squares + epsilon) * weight).to(x.dtype)
 
-def _compose(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return the RMS norm by operators of torch."""
-    wide = x.float()
-    squares = wide.square().mean(tuple(range(-weight.dim(), 0)), keepdim=True)
-    return (wide * torch.rsqrt(squares + epsilon) * weight).to(x.dtype)
+    scale = x.new_ones(shape) if weight is None else weight
+    return Composed.apply(forward, backward, compose, x, scale)
 
 
 def _is_supported(x: Tensor, shape: Sequence[int], *parameters: Tensor | None) -> bool:
-    """Return True if tensors have elements and one dtype of the kernels, and x is (..., *shape)."""
-    given = [each for each in parameters if each is not None]
+    """Return True if tensors have one dtype, and x is (..., *shape)."""
     sizes = tuple(shape)
-    return (
-        x.dtype in TYPES
-        and x.numel() > 0
-        and len(sizes) > 0
-        and x.shape[-len(sizes) :] == sizes
-        and all(each.dtype == x.dtype and each.shape == sizes for each in given)
-    )
+    given = (each for each in parameters if each is not None)
+    is_suffix = len(sizes) > 0 and x.shape[-len(sizes) :] == sizes
+    return is_suffix and all(each.dtype == x.dtype and each.shape == sizes for each in given)
 
 
-def _columns(parameter: Tensor) -> Tensor:
-    """Return a parameter as a contiguous vector."""
+def _vector(parameter: Tensor) -> Tensor:
     return parameter.contiguous().view(-1)
 
 

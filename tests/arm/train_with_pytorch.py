@@ -39,7 +39,7 @@ def main() -> None:
     dispatch = build.load()
     result = {"machine": platform.machine(), "target": kernels.active(), "torch": losses("torch")}
     dispatch.count(True)
-    with operators.smallest(dispatch, 1):
+    with operators.every_size(dispatch):
         result["native"] = losses("native")
     result["served"] = {name: served for name, _, served, _, _ in dispatch.counts()}
     output.write_text(json.dumps(result))

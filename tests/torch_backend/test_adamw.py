@@ -43,7 +43,7 @@ def test_fused_step(
 ) -> None:
     with torch_backend.enabled(False):
         expected = trained(optimizer, dtype, **options)
-    with torch_backend.enabled(kernels="native"), operators.smallest(build.load(), 0):
+    with torch_backend.enabled(kernels="native"), operators.every_size(build.load()):
         values = trained(optimizer, dtype, **options)
     for value, reference in zip(values, expected, strict=True):
         torch.testing.assert_close(value, reference)
@@ -63,7 +63,7 @@ def test_default_step(
     with torch_backend.enabled(False):
         expected = trained(optimizer, torch.float32, fused=None, **options)
     assert not calls
-    with torch_backend.enabled(kernels="native"), operators.smallest(build.load(), 0):
+    with torch_backend.enabled(kernels="native"), operators.every_size(build.load()):
         values = trained(optimizer, torch.float32, fused=None, **options)
         assert len(calls) == 5
         trained(optimizer, torch.bfloat16, fused=None, **options)
@@ -84,7 +84,7 @@ def test_embedding_gradient(integer: torch.dtype, dtype: torch.dtype, padding: i
     with torch_backend.enabled(False):
         exact = F.embedding(tokens, table.double(), padding)
         (expected,) = torch.autograd.grad(exact, table, gradient.double())
-    with torch_backend.enabled(kernels="native"), operators.smallest(build.load(), 0):
+    with torch_backend.enabled(kernels="native"), operators.every_size(build.load()):
         (value,) = torch.autograd.grad(F.embedding(tokens, table, padding), table, gradient)
     torch.testing.assert_close(value, expected)
 
@@ -99,7 +99,7 @@ def test_short_tensors_and_large_bf16_tables_stay_with_torch() -> None:
             for each in params:
                 each.grad = torch.ones_like(each)
             torch.optim.AdamW(params, fused=True).step()
-        with operators.smallest(build.load(), 0):
+        with operators.every_size(build.load()):
             F.embedding(torch.arange(299), table).sum().backward()
             F.embedding(torch.arange(301) % 300, table).sum().backward()
     assert served["_fused_adamw_"] == 1

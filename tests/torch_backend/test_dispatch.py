@@ -89,8 +89,8 @@ def test_refused_calls_leave_the_choice(counted):
         calls.append(arguments)
         return NotImplemented
 
-    row = next(row for row in operators.OPERATORS if row.name == "mm")
-    DISPATCH.set("mm", refuse, row.smallest)
+    family = operators.FAMILIES[0]
+    DISPATCH.set("mm", refuse, family.smallest)
     try:
         a = torch.randn(SIDE + 5, SIDE)
         with torch_backend.enabled():
@@ -99,15 +99,15 @@ def test_refused_calls_leave_the_choice(counted):
         assert len(calls) == 1
         assert counted() == (12, 0)
     finally:
-        DISPATCH.set(*row[:3])
+        DISPATCH.set("mm", family.serve["mm"], family.smallest)
 
 
 def test_an_error_of_a_kernel_is_raised_where_the_operator_is_called():
     def fail(*arguments):
         raise ZeroDivisionError("a kernel's error")
 
-    row = next(row for row in operators.OPERATORS if row.name == "mm")
-    DISPATCH.set("mm", fail, row.smallest)
+    family = operators.FAMILIES[0]
+    DISPATCH.set("mm", fail, family.smallest)
     try:
         with torch_backend.enabled(kernels="native"):
             with pytest.raises(ZeroDivisionError, match="a kernel's error"):
@@ -116,7 +116,7 @@ def test_an_error_of_a_kernel_is_raised_where_the_operator_is_called():
             with pytest.raises(ZeroDivisionError):
                 torch.linalg.multi_dot([weight, matrix(), matrix()])
     finally:
-        DISPATCH.set(*row[:3])
+        DISPATCH.set("mm", family.serve["mm"], family.smallest)
 
 
 def test_native_and_deterministic_programs_have_one_kernel(counted):
