@@ -18,7 +18,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import lru_cache, reduce, wraps
+from functools import lru_cache, partial, reduce, wraps
 from queue import SimpleQueue
 from typing import Any
 from weakref import WeakSet
@@ -39,6 +39,7 @@ from ..start.exit_codes import ExitCode
 from ..start.presence import Presence
 
 NAME = "fugaku"
+Tensors = list[Tensor]
 REDUCED = ("SUM", "MAX", "MIN")  # by `comm`
 FOLDED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "PRODUCT": torch.mul,
@@ -92,13 +93,9 @@ def stop_threads(engine: Engine) -> None:
 
 def mpi_world(timeout: timedelta) -> Comm:
     """Return the world. If MPI does not start in time, name this node's ranks that did not come and end the job."""
-    waiting = Presence()
-
-    def missing(seconds: float) -> str:
-        return f"start of MPI: timeout after {seconds:g} s: {waiting.missing()}"
-
+    start = Started([], timeout.total_seconds(), "start of MPI", Presence().missing)
     try:
-        Started([], timeout.total_seconds(), missing).follow(start_mpi).wait()
+        start.follow(start_mpi).wait()
     except TimedOut as error:
         leave_unstarted(error)
     return start_mpi()
@@ -138,34 +135,32 @@ def all_came(store: dist.Store, key: str, size: int) -> bool:
 
 
 class Started(Work):
-    """A collective or message in progress; `describe` returns its line after a time-out of so many seconds."""
+    """A collective or message in progress.
+
+    name: begins the line of a time-out
+    missing: ends the line, naming the ranks that did not come
+    """
 
     def __init__(
-        self, result: list[Tensor], timeout: float, describe: Callable[[float], str]
+        self, result: Tensors, timeout: float, name: str, missing: Callable[[], str] = str
     ) -> None:
         super().__init__()
-        self.future: Future[list[Tensor]] = Future()
+        self.future: Future[Tensors] = Future()
         self.source = -1
         self._result = result
         self._timeout = timeout
-        self._describe = describe
+        self._name = name
+        self._missing = missing
         self._ended = threading.Event()
-        self._error: BaseException | None = None
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Mark the work as complete, or as failed."""
-        self._error = error
-        self._ended.set()
-        if error is None:
-            self.future.set_result(self._result)
-        else:
-            self.future.set_exception(error)  # type: ignore[arg-type]
+        self._error: Exception | None = None
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Wait for completion. RuntimeError after `timeout`, by default the group's, or if the work failed."""
         seconds = positive(timeout, self._timeout)
         if not self._ended.wait(seconds):
-            raise TimedOut(self._describe(seconds))
+            named = self._missing()
+            line = f"{self._name}: timeout after {seconds:g} s"
+            raise TimedOut(f"{line}: {named}" if named else line)
         if self._error is not None:
             raise self._error
         return True
@@ -176,31 +171,34 @@ class Started(Work):
     def is_success(self) -> bool:
         return self._ended.is_set() and self._error is None
 
-    def exception(self) -> BaseException | None:
+    def exception(self) -> Exception | None:
         return self._error
 
     def run(self, *functions: Callable[[], object]) -> None:
-        """Call functions in turn and end."""
+        """Call functions in turn and mark the work as complete, or as failed."""
         try:
             for function in functions:
                 function()
         except Exception as error:  # `wait` raises it
-            self.end(error)
+            self._error = error
+        self._ended.set()
+        if self._error is None:
+            self.future.set_result(self._result)
         else:
-            self.end()
+            self.future.set_exception(self._error)  # type: ignore[arg-type]
 
     def follow(self, *functions: Callable[[], object]) -> Started:
         """Call functions in turn on a thread of their own and end. Return self."""
         threading.Thread(target=self.run, args=functions, name="message", daemon=True).start()
         return self
 
-    def result(self) -> list[Tensor]:
+    def result(self) -> Tensors:
         return self._result
 
     def _source_rank(self) -> int:  # torch's name
         return self.source
 
-    def get_future(self) -> Future[list[Tensor]]:
+    def get_future(self) -> Future[Tensors]:
         return self.future
 
 
@@ -214,11 +212,10 @@ def collective(verb: str) -> Callable[[Callable[..., None]], Callable[..., Work]
         @wraps(run)
         def start(self: MPIProcessGroup, *operands: Any, **options: Any) -> Work:
             operands = (*operands, *options.values())
-            result = tensors_in(operands[0]) if operands else []
-            for tensor in result:
-                if tensor.layout != torch.strided:
-                    raise ValueError(f"backend {NAME} takes dense tensors: pass tensor.to_dense()")
-            timeout = getattr(operands[-1], "timeout", NO_TIMEOUT) if operands else NO_TIMEOUT
+            result = tensors_in(operands[:1])
+            if any(tensor.layout != torch.strided for tensor in result):
+                raise ValueError(f"backend {NAME} takes dense tensors: pass tensor.to_dense()")
+            timeout = getattr((None, *operands)[-1], "timeout", NO_TIMEOUT)
             return self.start(verb, lambda: run(self, *operands), result, timeout)
 
         return start
@@ -226,7 +223,7 @@ def collective(verb: str) -> Callable[[Callable[..., None]], Callable[..., Work]
     return decorate
 
 
-def tensors_in(operand: Any) -> list[Tensor]:
+def tensors_in(operand: Any) -> Tensors:
     """Return the tensors of a list of any depth."""
     if isinstance(operand, Tensor):
         return [operand]
@@ -305,15 +302,15 @@ class MPIProcessGroup(dist.ProcessGroup):
                 operation()
 
     def start(
-        self, verb: str, run: Callable[[], None], result: list[Tensor], timeout: timedelta
+        self, verb: str, run: Callable[[], None], result: Tensors, timeout: timedelta
     ) -> Work:
         """Queue `run`, a collective in blocking calls of `comm`."""
         self._refuse_destroyed()
         self._count += 1
         key = f"{verb} number {self._count}"
-        work = Started(
-            result, positive(timeout, self._seconds), lambda seconds: self._missing(key, seconds)
-        )
+        missing = partial(absent, self._store, key, self._ranks[self.comm.rank], self._ranks)
+        name = f"{key} of process group {self._label}"
+        work = Started(result, positive(timeout, self._seconds), name, missing)
         self._queue.put(lambda: work.run(run))
         return work
 
@@ -321,15 +318,10 @@ class MPIProcessGroup(dist.ProcessGroup):
         if self._ended:
             raise ValueError(f"process group {self._label} is destroyed: make a new one")
 
-    def _missing(self, key: str, seconds: float) -> str:
-        """Return the line of a time-out, with the ranks that have not started the collective."""
-        named = absent(self._store, key, self._ranks[self.comm.rank], self._ranks)
-        return f"{key} of process group {self._label}: timeout after {seconds:g} s: {named}"
-
     # Collectives ------------------------------------------------------------------------------------------------------------------
 
     @collective("broadcast")
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> None:
+    def broadcast(self, tensors: Tensors, opts: Any) -> None:
         (tensor,) = tensors
         moved = as_bytes(tensor)
         self.comm.broadcast(moved, opts.rootRank)
@@ -337,7 +329,7 @@ class MPIProcessGroup(dist.ProcessGroup):
             restore(tensor, moved)
 
     @collective("all_reduce")
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> None:
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> None:
         for tensor in tensors:
             tensor.copy_(self._reduced(tensor, reduction(opts)))
 
@@ -358,7 +350,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         return self.comm.all_reduce(dense, op.lower()).to(tensor.dtype)
 
     @collective("reduce")
-    def reduce(self, tensors: list[Tensor], opts: Any) -> None:
+    def reduce(self, tensors: Tensors, opts: Any) -> None:
         (tensor,) = tensors
         total = self._reduced(tensor.clone(), reduction(opts))
         if self.comm.rank == opts.rootRank:
@@ -371,63 +363,58 @@ class MPIProcessGroup(dist.ProcessGroup):
         return whole
 
     @collective("all_gather")
-    def allgather(
-        self, output_lists: list[list[Tensor]], tensors: list[Tensor], opts: Any = None
-    ) -> None:
+    def allgather(self, output_lists: list[Tensors], tensors: Tensors, opts: Any = None) -> None:
         for outputs, tensor in zip(output_lists, tensors, strict=True):
             for output, part in zip(outputs, self._gathered(tensor), strict=True):
                 output.copy_(part.view(output.shape))
 
     def allgather_coalesced(
-        self, output_lists: list[list[Tensor]], tensors: list[Tensor], opts: Any = None
+        self, output_lists: list[Tensors], tensors: Tensors, opts: Any = None
     ) -> Work:
         by_tensor = [list(outputs) for outputs in zip(*output_lists, strict=True)]
         return self.allgather(by_tensor, tensors, opts)
 
     @collective("all_gather_into_tensor")
-    def all_gather_single_coalesced(
-        self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = None
+    def all_gather_single(
+        self, outputs: Tensor | Tensors, tensors: Tensor | Tensors, opts: Any = None
     ) -> None:
-        for output, tensor in zip(outputs, tensors, strict=True):
+        for output, tensor in zip(tensors_in(outputs), tensors_in(tensors), strict=True):
             moved = as_bytes(output)
             self.comm.all_gather(moved, as_bytes(tensor))
             restore(output, moved)
 
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-
-    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
-        return self.all_gather_single_coalesced([output], [tensor], opts)
-
     _allgather_base = all_gather_single
+    all_gather_single_coalesced = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single
 
     @collective("gather")
-    def gather(self, output_lists: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> None:
+    def gather(self, output_lists: list[Tensors], tensors: Tensors, opts: Any) -> None:
         (tensor,) = tensors
-        sent = [tensor if rank == opts.rootRank else None for rank in range(self.comm.size)]
-        self._exchange(output_lists[0] if output_lists else None, sent)
+        self._exchange(output_lists[0] if output_lists else (), self._only(opts, tensor))
 
     @collective("scatter")
-    def scatter(self, outputs: list[Tensor], input_lists: list[list[Tensor]], opts: Any) -> None:
+    def scatter(self, outputs: Tensors, input_lists: list[Tensors], opts: Any) -> None:
         (output,) = outputs
-        received = [output if rank == opts.rootRank else None for rank in range(self.comm.size)]
-        self._exchange(received, input_lists[0] if input_lists else None)
+        self._exchange(self._only(opts, output), input_lists[0] if input_lists else ())
+
+    def _only(self, opts: Any, tensor: Tensor) -> Tensors:
+        """Return a tensor for each rank: `tensor` for the root, an empty one for the others."""
+        none = tensor.new_empty(0)
+        return [tensor if rank == opts.rootRank else none for rank in range(self.comm.size)]
 
     @collective("all_to_all")
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> None:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> None:
         self._exchange(outputs, inputs)
 
-    def _exchange(
-        self, outputs: Sequence[Tensor | None] | None, inputs: Sequence[Tensor | None] | None
-    ) -> None:
-        """Send inputs[rank] to each rank and receive outputs[rank]; None: nothing to or from a rank, or all ranks."""
-        nothing = [None for _ in range(self.comm.size)]
-        sent = [_flat_bytes(each) for each in inputs or nothing]
-        received = [_flat_bytes(each) for each in outputs or nothing]
-        whole = torch.empty(sum(map(len, received)), dtype=torch.uint8)
-        self.comm.all_to_all(whole, torch.cat(sent), [*map(len, received)], [*map(len, sent)])
-        for output, part in zip(outputs or nothing, whole.split([*map(len, received)])):
-            if output is not None:
-                restore(output, part)
+    def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Send inputs[rank] to each rank and receive outputs[rank]; without tensors, nothing."""
+        nothing = [torch.empty(0) for _ in range(self.comm.size)]
+        sent = [as_bytes(each) for each in inputs or nothing]
+        received = [each.nbytes for each in outputs or nothing]
+        whole = torch.empty(sum(received), dtype=torch.uint8)
+        self.comm.all_to_all(whole, torch.cat(sent), received, [*map(len, sent)])
+        for output, part in zip(outputs, whole.split(received)):
+            restore(output, part)
 
     @collective("all_to_all_single")
     def all_to_all_single(
@@ -456,7 +443,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     @collective("reduce_scatter")
     def reduce_scatter(
-        self, outputs: list[Tensor], input_lists: list[list[Tensor]], opts: Any = None
+        self, outputs: Tensors, input_lists: list[Tensors], opts: Any = None
     ) -> None:
         """Reduce one tensor for each rank, which may differ in size."""
         (output,) = outputs
@@ -483,18 +470,15 @@ class MPIProcessGroup(dist.ProcessGroup):
             output.copy_(dense)
 
     @collective("reduce_scatter_tensor")
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = None
+    def reduce_scatter_single(
+        self, outputs: Tensor | Tensors, tensors: Tensor | Tensors, opts: Any = None
     ) -> None:
-        for output, tensor in zip(outputs, tensors, strict=True):
+        for output, tensor in zip(tensors_in(outputs), tensors_in(tensors), strict=True):
             self._reduce_scatter(output, tensor, reduction(opts))
 
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
-        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
-
     _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_single_coalesced = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single
 
     @collective("barrier")
     def barrier(self, opts: Any = None) -> None:
@@ -502,12 +486,12 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     # Messages on the MPI thread -----------------------------------------------------------------------------------------------------
 
-    def send(self, tensors: list[Tensor], dst: int, tag: int) -> Work:
+    def send(self, tensors: Tensors, dst: int, tag: int) -> Work:
         (tensor,) = tensors
         work = self._message(f"send to rank {dst}", [])
         return work.follow(self.comm.isend(as_bytes(tensor), dst, tag).wait)
 
-    def recv(self, tensors: list[Tensor], src: int, tag: int) -> Work:
+    def recv(self, tensors: Tensors, src: int, tag: int) -> Work:
         (tensor,) = tensors
         work = self._message(f"recv from rank {src}", tensors)
         received = as_bytes(tensor)
@@ -515,7 +499,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         handle = self.comm.irecv(received, src, tag)
         return work.follow(handle.wait, lambda: restore(tensor, received))
 
-    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
+    def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         """Receive from the first rank that sends. ValueError in a group of one rank."""
         if isinstance(self.comm, SoloComm):
             raise ValueError("recv from any rank needs a group of two ranks or more")
@@ -530,10 +514,9 @@ class MPIProcessGroup(dist.ProcessGroup):
         handle = comm.irecv_any(received, tag, arrived)
         return work.follow(handle.wait, lambda: restore(tensor, received))
 
-    def _message(self, verb: str, result: list[Tensor]) -> Started:
+    def _message(self, verb: str, result: Tensors) -> Started:
         self._refuse_destroyed()
-        line = f"{verb} in process group {self._label}: timeout after"
-        return Started(result, self._seconds, lambda seconds: f"{line} {seconds:g} s")
+        return Started(result, self._seconds, f"{verb} in process group {self._label}")
 
 
 def reduction(options: Any) -> str:
@@ -548,10 +531,6 @@ def reduction(options: Any) -> str:
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return the elements as bytes (n,): a view of a contiguous tensor, else a copy."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-
-
-def _flat_bytes(tensor: Tensor | None) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8) if tensor is None else as_bytes(tensor)
 
 
 def restore(tensor: Tensor, moved: Tensor) -> None:
@@ -590,9 +569,7 @@ def create(options: Any, backend_options: Any = None) -> MPIProcessGroup:
         if comm not in (shared, getattr(shared, "whole", None)):
             created.append(comm)
 
-    def missing(seconds: float) -> str:
-        named = absent(store, "create", world.rank, ranks)
-        return f"new process group {name}: timeout after {seconds:g} s: {named}"
-
-    Started([], options.timeout.total_seconds(), missing).follow(build).wait()
+    missing = partial(absent, store, "create", world.rank, ranks)
+    seconds = options.timeout.total_seconds()
+    Started([], seconds, f"new process group {name}", missing).follow(build).wait()
     return MPIProcessGroup(created[0], created, options, store, ranks)
