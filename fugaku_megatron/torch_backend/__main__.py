@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import math
 import os
 import runpy
 import sys
@@ -17,11 +18,18 @@ from types import TracebackType
 from ..host import allocator
 from ..text.named_files import unreadable
 from ..text.numbers import say
+from ..text.table import Column, text_table
 from . import build, use
-from .report import report
 
 _COMMAND = f"python -m {__package__}"
 _INTERRUPTED = 130
+_COLUMNS: tuple[Column, ...] = (
+    ("operator", "<44", lambda row: row[0]),
+    ("calls", ">10", lambda row: row[1]),
+    ("served %", ">8.1f", lambda row: 100 * row[2] / row[1]),
+    ("seconds", ">10.3f", lambda row: row[3]),
+    ("with torch", ">10.3f", lambda row: None if math.isnan(row[4]) else row[4]),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -100,7 +108,14 @@ def _of_program(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _print_report() -> None:
-    for line in report(build.load().counts()):
+    """Print a row for each operator that was called. Of the kernels "native" PyTorch's seconds are unknown."""
+    counts = build.load().counts()
+    if not counts:
+        say("no replaced operator was called on the CPU")
+        return
+    columns = list(zip(*counts))
+    total = ("all", *(sum(column) for column in columns[1:]))
+    for line in text_table(_COLUMNS, [*counts, total]):
         say(line)
 
 
