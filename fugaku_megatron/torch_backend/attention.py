@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..host import kernels
+from .served import is_served
 
 # Mean queries of a segment from which on the kernels gain more than calling them costs.
 SHORTEST_SEGMENTS = 32
@@ -40,18 +41,11 @@ class Heads(NamedTuple):
     def supported(self) -> bool:
         """True for one FP32 or BF16 type and heads of a multiple of 4 elements, which the kernels take."""
         query, key, value = self
-        if query.dim() != 4 or key.dim() != 4 or key.shape != value.shape or not key.numel():
+        if query.dim() != 4 or key.dim() != 4 or key.shape != value.shape or not is_served(*self):
             return False
         b, n, _, d = query.shape
         g, k = key.shape[1:3]
-        return (
-            query.dtype in (torch.float32, torch.bfloat16)
-            and key.dtype == value.dtype == query.dtype
-            and key.shape == (b, g, k, d)
-            and n % g == 0
-            and d % 4 == 0
-            and query.numel() > 0
-        )
+        return key.shape == (b, g, k, d) and n % g == 0 and d % 4 == 0
 
 
 class Packed(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..comm.autograd import Gradients, Saved, apply_saving
 from .attention import Heads, Options, Plan
 
 NAME = "fugaku"
@@ -24,33 +24,27 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-class _Attention(torch.autograd.Function):
-    """Attention to keys and to sinks (n,), a score of each head without a key."""
+def _attend(heads: Heads, sinks: Tensor | None, plan: Plan) -> Tensor:
+    """Return attention to keys and to sinks (n,), a score of each head without a key."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, plan: Plan
-    ) -> Tensor:
-        out, lse = plan.forward(Heads(query, key, value))
+    def forward() -> tuple[Tensor, Saved]:
+        out, lse = plan.forward(heads)
         if sinks is not None:
             total = torch.logaddexp(lse, sinks.float().view(-1, 1))
             out.mul_((lse - total).exp_().unsqueeze(-1))
             lse = total
-        ctx.plan = plan
-        ctx.save_for_backward(query, key, value, sinks, out, lse)
-        return out
+        return out, (*heads, out, lse, sinks)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, sinks, out, lse = ctx.saved_tensors
-        gradients = ctx.plan.backward(grad_out, Heads(query, key, value), out, lse)
-        dsinks = None
-        if sinks is not None:
-            along = (grad_out.float() * out.float()).sum(-1)
-            shares = torch.exp(sinks.float().view(-1, 1) - lse)
-            dsinks = -(shares * along).sum((0, 2)).to(sinks.dtype)
-        return *gradients, dsinks, None
+    def backward(dout: Tensor, *saved: Tensor) -> Gradients:
+        *inputs, out, lse, sinks = saved
+        gradients = plan.backward(dout, Heads(*inputs), out, lse)
+        if sinks is None:
+            return gradients
+        along = (dout.float() * out.float()).sum(-1)
+        shares = torch.exp(sinks.float().view(-1, 1) - lse)
+        return *gradients, -(shares * along).sum((0, 2)).to(sinks.dtype)
+
+    return apply_saving(forward, backward, *heads, sinks)
 
 
 def attention(
@@ -68,7 +62,7 @@ def attention(
     plan = _plan(module, heads, attention_mask, options)
     if plan is None:
         return _transformers_attention(module, heads, attention_mask, options)
-    context = _Attention.apply(*heads, options.get("s_aux"), plan)  # type: ignore[no-untyped-call]
+    context = _attend(heads, options.get("s_aux"), plan)
     return context.transpose(1, 2).contiguous(), None
 
 
@@ -79,7 +73,7 @@ def _plan(
     unknown = ("softcap", "position_bias", "cache", "output_attentions")
     dropout = options.get("dropout", 0.0)
     is_special = options.get("s_aux") is not None or bool(dropout)
-    if not is_special or torch.compiler.is_compiling() or any(map(options.get, unknown)):
+    if not is_special or any(map(options.get, unknown)):
         return None
     is_causal = options.get("is_causal")
     if is_causal is None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..comm.autograd import Gradients, Saved, apply_conjugates, apply_saving
 from ..host import kernels
+from .served import is_served
 
 NAME = "fugaku"
-TYPES = (torch.float32, torch.bfloat16)
 
 
 def register() -> None:
@@ -24,52 +24,21 @@ def register() -> None:
     ExpertsInterface.register(NAME, experts_forward)
 
 
-def _route(x: Tensor, pairs: Tensor, places: Tensor, dispatches: bool) -> Tensor:
-    """Return the row of each pair's token, x (tokens, h) -> (p, h), or the sum of each token's pairs, x (p, h) -> (tokens, h)."""
-    out = x.new_empty(len(pairs if dispatches else places), x.shape[1])
-    if dispatches:
-        kernels.permute(x.contiguous(), pairs, out, places.shape[1])
-    else:
-        kernels.unpermute(x.contiguous(), places, out)
-    return out
+def _gate(pre: Tensor, factors: Tensor) -> Tensor:
+    """Return the silu of the first half of pre (p, 2 f) times the second half times factors (p,) in FP32."""
 
-
-class _Route(torch.autograd.Function):
-    """`_route`; each direction is the derivative of the other."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, pairs: Tensor, places: Tensor, dispatches: bool) -> Tensor:
-        ctx.save_for_backward(pairs, places)
-        ctx.dispatches = dispatches
-        return _route(x, pairs, places, dispatches)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        pairs, places = ctx.saved_tensors
-        return _route(gradient, pairs, places, not ctx.dispatches), None, None, None
-
-
-class _Gate(torch.autograd.Function):
-    """The silu of the first half of pre (p, 2 f) times the second half times factors (p,) in FP32."""
-
-    @staticmethod
-    def forward(ctx: Any, pre: Tensor, factors: Tensor) -> Tensor:
+    def forward() -> tuple[Tensor, Saved]:
         inner = pre.new_empty(len(pre), pre.shape[1] // 2)
         kernels.scaled_gate(pre.unflatten(1, (2, -1)), factors, inner, "silu")
-        ctx.save_for_backward(pre, factors)
-        return inner
+        return inner, (pre, factors)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dinner: Tensor) -> tuple[Tensor, Tensor]:
-        pre, factors = ctx.saved_tensors
-        dpre = torch.empty_like(pre)
-        dfactors = torch.empty_like(factors)
+    def backward(dinner: Tensor, pre: Tensor, factors: Tensor) -> Gradients:
+        dpre, dfactors, again = map(torch.empty_like, (pre, factors, dinner))
         halves = (pre.unflatten(1, (2, -1)), factors, dpre.unflatten(1, (2, -1)))
-        again = torch.empty_like(dinner)
         kernels.scaled_gate_backward(dinner.contiguous(), *halves, dfactors, again, "silu")
         return dpre, dfactors
+
+    return apply_saving(forward, backward, pre, factors)
 
 
 def _is_gate(module: Any) -> bool:
@@ -93,7 +62,7 @@ def experts_forward(
 
     x = hidden_states.to(module.down_proj.dtype)
     is_special = module._is_expert_parallel or module.has_post_expert_norm or not _is_gate(module)
-    if is_special or x.dtype not in TYPES or not x.numel() or torch.compiler.is_compiling():
+    if is_special or not is_served(x):
         return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
     chosen = top_k_index.contiguous()
     counts = chosen.new_empty(module.num_experts)
@@ -101,13 +70,22 @@ def experts_forward(
     places = torch.empty_like(chosen)
     kernels.sort_pairs(chosen, counts, pairs, places)
     offsets = counts.cumsum(0).to(torch.int32)
-    route = (pairs, places)
-    is_transposed = module.is_transposed
 
-    rows = _Route.apply(x, *route, True)  # type: ignore[no-untyped-call]
-    pre = _grouped_linear(rows, module.gate_up_proj, offsets, is_transposed=is_transposed)
+    def dispatch(x: Tensor) -> Tensor:
+        rows = x.new_empty(len(pairs), x.shape[1])
+        kernels.permute(x.contiguous(), pairs, rows, places.shape[1])
+        return rows
+
+    def combine(rows: Tensor) -> Tensor:
+        total = rows.new_empty(len(places), rows.shape[1])
+        kernels.unpermute(rows.contiguous(), places, total)
+        return total
+
+    def product(rows: Tensor, weight: Tensor) -> Tensor:
+        return _grouped_linear(rows, weight, offsets, is_transposed=module.is_transposed)
+
+    pre = product(apply_conjugates(dispatch, combine, x), module.gate_up_proj)
     # The factors commute with the second product.
-    inner = _Gate.apply(pre, top_k_weights.flatten()[pairs].float())  # type: ignore[no-untyped-call]
-    out = _grouped_linear(inner, module.down_proj, offsets, is_transposed=is_transposed)
-    total: Tensor = _Route.apply(out, *route, False)  # type: ignore[no-untyped-call]
-    return total.to(hidden_states.dtype)
+    inner = _gate(pre, top_k_weights.flatten()[pairs].float())
+    out = product(inner, module.down_proj)
+    return apply_conjugates(combine, dispatch, out).to(hidden_states.dtype)

@@ -16,7 +16,6 @@ from ..host import kernels
 
 BLOCK_BYTES = 1 << 27  # of logits at a time
 FEW_ROWS = 16  # of logits whose entropy is computed together, in the caches
-TYPES = (torch.float32, torch.bfloat16)
 
 
 class Head(NamedTuple):

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
-from .linear_loss import TYPES, Head, cross_entropy
+from .linear_loss import Head, cross_entropy
+from .served import is_served
 
 # Answered by the tensor that stands for the logits.
 DESCRIPTIONS = {
@@ -109,6 +110,6 @@ def lazy_linear(self: Any, x: Tensor) -> Tensor:
     if torch.is_autocast_enabled("cpu"):
         x = x.to(torch.get_autocast_dtype("cpu"))
     records = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
-    if not records or torch.compiler.is_compiling() or x.dtype not in TYPES:
+    if not records or not is_served(x):
         return F.linear(x, self.weight, self.bias)
     return LazyLogits.of(x, Head(self.weight, self.bias), x.dtype)

@@ -166,7 +166,7 @@ def _write_product(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 
 def _write_linear(x: Tensor, weight: Tensor, out: Tensor, added: Tensor) -> None:
-    """Write x weight^T + added to out, all of whose rows are contiguous except for those of `added`."""
+    """Write x weight^T + added to out. Rows of x, weight and out are contiguous."""
     if len(out) > 1 and added.stride(0) != 0 or added.stride(1) == 0:
         residual = added if added.stride(1) == 1 else added.contiguous()
         kernels.linear_forward(x, weight, out, residual=residual)

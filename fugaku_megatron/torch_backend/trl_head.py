@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .linear_loss import TYPES, Call, Head, row_losses
+from .linear_loss import Call, Head, row_losses
+from .served import is_served
 
 MODULE = "trl.trainer.utils"
 
@@ -25,7 +26,7 @@ class LogProbFunction:
         """Return log-probabilities, entropies, log-sums of squares, mean logits and first maxima; None if not asked for."""
         temperature, _, softcap, logit_scale, names = options
         others = {"log_sum_sq_probs", "mean_logits"} & set(names)
-        if softcap is not None or others or hidden.dtype not in TYPES or not len(hidden):
+        if softcap is not None or others or not is_served(hidden):
             return self.original.apply(hidden, weight, bias, labels, *options)
         scale = logit_scale / temperature
         dtype = hidden.dtype
