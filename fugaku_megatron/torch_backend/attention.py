@@ -7,7 +7,8 @@ not attend to the keys at and before their own positions, keys and values are pa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -109,23 +110,22 @@ class Segment(NamedTuple):
             rows.append(packed.pairs[self.keys])
         return [x.flatten(1).unsqueeze(1) for x in rows]
 
-    def call(
-        self, name: str, inputs: list[Tensor], others: Sequence[Tensor], options: dict[str, Any]
-    ) -> None:
-        """Call a kernel. inputs: see `tensors`; others: the kernel's arguments after them"""
-        if len(inputs) == 1:
-            getattr(kernels, f"attention_{name}")(*inputs, *others, **options)
-            return
-        positions = max(self.first_query + len(inputs[0]), len(inputs[1]))
-        getattr(kernels, f"attention_part_{name}")(
-            *inputs,
-            *others,
-            positions,
-            self.first_query,
-            0,
+    @property
+    def length(self) -> int:
+        """Number of queries."""
+        return self.queries.stop - self.queries.start  # type: ignore[no-any-return]
+
+    def kernel(self, name: str, packed: Packed) -> Callable[..., None]:
+        """Return the kernel of the segment, whose first arguments are its `tensors`."""
+        if packed.pairs is None:
+            return getattr(kernels, f"attention_{name}")  # type: ignore[no-any-return]
+        return partial(
+            getattr(kernels, f"attention_part_{name}"),
+            s=max(self.first_query + self.length, self.keys.stop - self.keys.start),
+            first_query=self.first_query,
+            first_key=0,
             starts=self.starts,
             window=self.window,
-            **options,
         )
 
 
@@ -207,31 +207,25 @@ def _masked_segments(mask: Tensor) -> list[Segment] | None:
     return segments
 
 
-def _unmasked_segments(q: int, k: int, is_causal: bool) -> list[Segment]:
-    if is_causal:
-        return [Segment(slice(0, q), slice(min(q, k)), 0)]
-    return [Segment(slice(0, q), slice(k), k)]
-
-
 def _samples(heads: Heads, options: Options) -> list[list[Segment]] | None:
     """Return the segments of each sample, or None if the kernels lack the mask."""
     b, n, q, _ = heads.query.shape
     k = heads.key.shape[2]
     if options.attn_mask is None:
-        return [_unmasked_segments(q, k, options.is_causal) for _ in range(b)]
+        keys = slice(0, min(q, k) if options.is_causal else k)
+        segment = Segment(slice(0, q), keys, first_query=0 if options.is_causal else k)
+        return [[segment] for _ in range(b)]
     mask = options.attn_mask.expand(b, n, q, k)
     if options.is_causal or mask.dtype == torch.bool or (n > 1 and mask.stride(1)):
         return None
     samples: list[list[Segment]] = []
-    for sample in range(b):
-        if samples and mask.stride(0) == 0:
-            samples.append(samples[0])
-            continue
+    repeats = b if mask.stride(0) == 0 else 1
+    for sample in range(b // repeats):
         segments = _masked_segments(mask[sample, 0])
         if segments is None:
             return None
         samples.append(segments)
-    return samples
+    return samples * repeats
 
 
 def _flat(rows: Tensor) -> Tensor:
@@ -284,12 +278,13 @@ class Plan(NamedTuple):
             self.packed.fill(heads, sample)
             context = out[sample].transpose(0, 1)
             rows = context if context.is_contiguous() else context.new_empty(context.shape)
-            if sum(segment.queries.stop - segment.queries.start for segment in segments) < q:
+            if sum(segment.length for segment in segments) < q:
                 rows.zero_()
             for segment, options in self.calls(sample):
                 part = _flat(rows[segment.queries])
                 sums = lse.new_empty(1, n, len(part))
-                segment.call("forward", segment.tensors(self.packed), (part, sums), options)
+                kernel = segment.kernel("forward", self.packed)
+                kernel(*segment.tensors(self.packed), part, sums, **options)
                 lse[sample, :, segment.queries] = sums[0]
             if rows is not context:
                 context.copy_(rows)
@@ -305,27 +300,28 @@ class Plan(NamedTuple):
             self.packed.fill(heads, sample)
             gradients.clear()
             for segment, options in self.calls(sample):
-                others = (
+                segment.kernel("backward", self.packed)(
+                    *segment.tensors(self.packed),
                     _flat(out[sample, :, segment.queries].transpose(0, 1)),
                     lse[sample : sample + 1, :, segment.queries].contiguous(),
                     _flat(grad_out[sample, :, segment.queries].transpose(0, 1)),
                     *segment.tensors(gradients),
+                    **options,
                 )
-                segment.call("backward", segment.tensors(self.packed), others, options)
             for result, gradient in zip(results, gradients.views(), strict=True):
                 result[sample].unflatten(0, gradient.shape[:2]).copy_(gradient)
         return results
 
 
-def _plan_of_operator(heads: Heads, options: Options) -> Plan | None:
+def _plan_of_operator(heads: Heads, dropout_p: float, *options: Any) -> Plan | None:
     """Return the calls of ATen's operator, which has no seed that its backward could repeat."""
-    return None if options.dropout_p else Plan.of(heads, options)
+    return None if dropout_p else Plan.of(heads, Options(dropout_p, *options))
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> object:
     """Return the context and the log-sums, see `Plan.forward`. arguments: see `Options`"""
     heads = Heads(query, key, value)
-    plan = _plan_of_operator(heads, Options(*arguments))
+    plan = _plan_of_operator(heads, *arguments)
     return NotImplemented if plan is None else plan.forward(heads)
 
 
@@ -340,5 +336,5 @@ def flash_attention_backward(
 ) -> object:
     """Return the gradients, see `Plan.backward`. arguments: see `Options`"""
     heads = Heads(query, key, value)
-    plan = _plan_of_operator(heads, Options(*arguments))
+    plan = _plan_of_operator(heads, *arguments)
     return NotImplemented if plan is None else plan.backward(grad_out, heads, out, logsumexp)

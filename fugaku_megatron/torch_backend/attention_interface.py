@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from ..comm.autograd import Gradients, Saved, apply_saving
 from .attention import Heads, Options, Plan
 
 NAME = "fugaku"
+UNSERVED = ("softcap", "position_bias", "cache", "output_attentions")  # options
+Attend = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def register() -> None:
@@ -59,29 +62,20 @@ def attention(
     heads = Heads(query, key, value)
     if torch.is_autocast_enabled("cpu"):
         heads = Heads(*(x.to(torch.get_autocast_dtype("cpu")) for x in heads))
-    plan = _plan(module, heads, attention_mask, options)
-    if plan is None:
-        return _transformers_attention(module, heads, attention_mask, options)
-    context = _attend(heads, options.get("s_aux"), plan)
-    return context.transpose(1, 2).contiguous(), None
-
-
-def _plan(
-    module: torch.nn.Module, heads: Heads, mask: Tensor | None, options: dict[str, Any]
-) -> Plan | None:
-    """Return the calls of the kernels, or None for what torch computes as fast or the kernels lack."""
-    unknown = ("softcap", "position_bias", "cache", "output_attentions")
-    dropout = options.get("dropout", 0.0)
-    is_special = options.get("s_aux") is not None or bool(dropout)
-    if not is_special or any(map(options.get, unknown)):
-        return None
+    mask = attention_mask
     is_causal = options.get("is_causal")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    if mask is not None:
-        mask = _added(mask, heads.query.dtype, -math.inf)
-    causal = mask is None and is_causal and heads.query.shape[2] > 1
-    return Plan.of(heads, Options(dropout, causal, mask, options.get("scaling")))
+    is_causal = mask is None and is_causal and query.shape[2] > 1
+    sinks = options.get("s_aux")
+    dropout = options.get("dropout", 0.0)
+    # Torch computes attention without sinks and dropout as fast.
+    if (sinks is not None or dropout) and not any(map(options.get, UNSERVED)):
+        added = None if mask is None else _added(mask, heads.query.dtype, -math.inf)
+        plan = Plan.of(heads, Options(dropout, is_causal, added, options.get("scaling")))
+        if plan is not None:
+            return _attend(heads, sinks, plan).transpose(1, 2).contiguous(), None
+    return _transformers_attention(module, heads, mask, is_causal, options)
 
 
 def _added(mask: Tensor, dtype: torch.dtype, hidden: float) -> Tensor:
@@ -92,20 +86,23 @@ def _added(mask: Tensor, dtype: torch.dtype, hidden: float) -> Tensor:
 
 
 def _transformers_attention(
-    module: torch.nn.Module, heads: Heads, mask: Tensor | None, options: dict[str, Any]
+    module: torch.nn.Module,
+    heads: Heads,
+    mask: Tensor | None,
+    is_causal: bool,
+    options: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """Call torch's attention, or the model's own if it has sinks or capped scores, which torch's has not."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    attend: Attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    result: tuple[Tensor, Tensor | None]
-    if eager is None or all(options.get(name) is None for name in ("s_aux", "softcap")):
-        result = ALL_ATTENTION_FUNCTIONS["sdpa"](module, *heads, mask, **options)
-        return result
-    query, key, _ = heads
-    if mask is None and query.shape[2] > 1 and getattr(module, "is_causal", True):
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()[None, None]
-    if mask is not None:
-        mask = _added(mask, query.dtype, torch.finfo(query.dtype).min)
-    result = eager(module, *heads, mask, **options)
-    return result
+    if eager is not None and any(options.get(name) is not None for name in ("s_aux", "softcap")):
+        attend = eager
+        if is_causal:
+            shape = (heads.query.shape[2], heads.key.shape[2])
+            mask = torch.ones(shape, dtype=torch.bool).tril()[None, None]
+        if mask is not None:
+            dtype = heads.query.dtype
+            mask = _added(mask, dtype, torch.finfo(dtype).min)
+    return attend(module, *heads, mask, **options)

@@ -13,50 +13,12 @@ from torch import Tensor
 
 from ..comm.autograd import Gradients, Saved, apply_saving
 from ..host import kernels
+from ..nn.ops import Ops
+from ..nn.ops.delta_net import DeltaGates, DeltaHeads
 from .served import is_served
 
 Function = Callable[..., Any]
-
-
-def _delta_rule(
-    qkv: Tensor, decay: Tensor, beta: Tensor, state: Tensor, starts: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return the result (s, b, n dv) and the last state, from qkv (s, b, g (2 d + dv n / g))."""
-
-    def forward() -> tuple[tuple[Tensor, Tensor], Saved]:
-        s, b, _ = qkv.shape
-        segments = (s + kernels.DELTA_SEGMENT - 1) // kernels.DELTA_SEGMENT
-        states = state.new_empty(segments + 1, *state.shape)
-        states[0] = state
-        out = qkv.new_empty(s, b, state.shape[1] * state.shape[3])
-        kernels.delta_rule_forward(qkv, decay, beta, states, out, starts=starts)
-        return (out, states[-1].clone()), (qkv, decay, beta, states)
-
-    def backward(dout: Tensor, dstate: Tensor, *saved: Tensor) -> Gradients:
-        # The kernel replaces the gradient of the last state by the gradient of the first one.
-        dstate = dstate.clone()
-        gradients = [torch.empty_like(each) for each in saved[:3]]
-        kernels.delta_rule_backward(*saved, dout.contiguous(), dstate, *gradients, starts=starts)
-        return *gradients, dstate
-
-    return apply_saving(forward, backward, qkv, decay, beta, state)
-
-
-def _convolution(x: Tensor, weight: Tensor, starts: Tensor | None) -> Tensor:
-    """Return the silu of the depthwise convolution of x (s, b, channels) with weight (channels, taps)."""
-
-    def forward() -> tuple[Tensor, Saved]:
-        y = torch.empty_like(x)
-        kernels.convolution_forward(x, weight, y, starts=starts)
-        return y, (x, weight)
-
-    def backward(dy: Tensor, x: Tensor, weight: Tensor) -> Gradients:
-        dx = torch.empty_like(x)
-        dweight = torch.zeros_like(weight, dtype=torch.float32)
-        kernels.convolution_backward(dy.contiguous(), x, weight, dx, dweight, starts=starts)
-        return dx, dweight.to(weight.dtype)
-
-    return apply_saving(forward, backward, x, weight)
+OPS = Ops.build("native")
 
 
 def _document_starts(bounds: Tensor | None, s: int) -> Tensor | None:
@@ -80,11 +42,11 @@ def chunk_rule(
     n, dv = value.shape[2:]
     heads = (query, key, value.reshape(b, s, g, -1))
     qkv = torch.cat([each.transpose(0, 1) for each in heads], -1).flatten(2)
-    decay, beta = (options[name].float().transpose(0, 1).contiguous() for name in ("g", "beta"))
+    gates = DeltaGates(*(options[name].float().transpose(0, 1) for name in ("g", "beta")))
     state = options.get("initial_state")
-    state = torch.zeros(b, n, d, dv) if state is None else state.float()
+    state = None if state is None else state.float()
     starts = _document_starts(bounds, s)
-    out, last = _delta_rule(qkv, decay, beta, state, starts)
+    out, last = OPS.gated_delta_rule(qkv, gates, DeltaHeads(g, n, d, dv), starts, state)
     out = out.transpose(0, 1).unflatten(-1, (n, dv))
     return out, last if options.get("output_final_state") else None
 
@@ -97,15 +59,26 @@ def convolution(
     activation: str | None = None,
     **options: Any,
 ) -> Any:
-    """Compute transformers' causal_conv1d_fn, x (b, channels, s)."""
+    """Compute transformers' causal_conv1d_fn, the silu of the depthwise convolution of x (b, channels, s) with weight (channels, taps)."""
     known = bias is None and activation == "silu" and options.get("seq_idx") is None
     if not known or not is_served(x, weight):
         return original(x, weight, bias, activation, **options)
-    bounds = options.get("cu_seq_lens_q") if len(x) == 1 else None
-    tokens = x.permute(2, 0, 1).contiguous()
-    starts = _document_starts(bounds, len(tokens))
-    y = _convolution(tokens, weight.contiguous(), starts)
-    return y.permute(1, 2, 0)
+    x = x.permute(2, 0, 1).contiguous()
+    weight = weight.contiguous()
+    starts = _document_starts(options.get("cu_seq_lens_q") if x.shape[1] == 1 else None, len(x))
+
+    def forward() -> tuple[Tensor, Saved]:
+        y = torch.empty_like(x)
+        kernels.convolution_forward(x, weight, y, starts=starts)
+        return y, (x, weight)
+
+    def backward(dy: Tensor, x: Tensor, weight: Tensor) -> Gradients:
+        dx = torch.empty_like(x)
+        dweight = torch.zeros_like(weight, dtype=torch.float32)
+        kernels.convolution_backward(dy.contiguous(), x, weight, dx, dweight, starts=starts)
+        return dx, dweight.to(weight.dtype)
+
+    return apply_saving(forward, backward, x, weight).permute(1, 2, 0)
 
 
 MARK = "torch_chunk_gated_delta_rule"  # in the modeling files that have these functions

@@ -52,13 +52,14 @@ class _Block(NamedTuple):
 
     def gradient(self, dlogs: Tensor, dentropy: Tensor | None = None) -> Tensor:
         """Return the gradient of the logits (n, v), which overwrites them."""
-        of_entropy: Tensor | float = 0.0
+        of_entropy = None
         if dentropy is not None:
             logs = self.logits - (self.row_max + self.sum_exp.log()).unsqueeze(1)
             of_entropy = logs.exp() * (logs + self.entropy().unsqueeze(1)) * dentropy.unsqueeze(1)
-        arguments = (self.logits, self.row_max, self.sum_exp, self.labels, 0, -dlogs, self.logits)
-        kernels.cross_entropy_backward(*arguments)
-        return self.logits if dentropy is None else self.logits.sub_(of_entropy)
+        kernels.cross_entropy_backward(
+            self.logits, self.row_max, self.sum_exp, self.labels, 0, -dlogs, self.logits
+        )
+        return self.logits if of_entropy is None else self.logits.sub_(of_entropy)
 
     def entropy(self) -> Tensor:
         weighted = torch.empty_like(self.sum_exp)

@@ -103,8 +103,7 @@ def mpi_world(timeout: timedelta) -> Comm:
 
 def positive(timeout: timedelta, default: float) -> float:
     """Return the seconds of a timeout, `default` if torch left it unset."""
-    seconds = timeout.total_seconds()
-    return seconds if seconds > 0 else default
+    return max(0.0, timeout.total_seconds()) or default
 
 
 def absent(store: dist.Store, key: str, rank: int, ranks: Sequence[int]) -> str:

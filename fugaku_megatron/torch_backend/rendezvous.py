@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -30,12 +31,12 @@ def register() -> None:
     dist.Backend.register_backend(
         process_group.NAME, process_group.create, extended_api=True, devices=["cpu"]
     )
-    dist.register_rendezvous_handler("mpi", lambda url, **_: mpi_rendezvous(**_))
+    dist.register_rendezvous_handler("mpi", mpi_rendezvous)
     if environment.processes()[1] > 1 and environment.TORCH_RANK not in os.environ:
         set_variables()
         # The function torch.distributed.rendezvous hides its module.
         handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
-        handlers["env"] = with_mpi(handlers["env"])
+        handlers["env"] = partial(env_rendezvous, handlers["env"])
 
 
 def set_variables() -> None:
@@ -51,20 +52,19 @@ def set_variables() -> None:
             os.environ.setdefault(name, value)
 
 
-def with_mpi(env_rendezvous: Callable[..., Rendezvous]) -> Callable[..., Rendezvous]:
-    """Return torch's handler of env:// with MPI's instead if no address is given."""
+def env_rendezvous(
+    original: Callable[..., Rendezvous],
+    url: str,
+    timeout: timedelta = dist.default_pg_timeout,
+    **options: Any,
+) -> Rendezvous:
+    """Call torch's handler of env://, or MPI's if no address is given."""
+    if "MASTER_ADDR" in os.environ and os.environ.get("MASTER_PORT") not in _served:
+        return original(url, timeout=timeout, **options)
+    return mpi_rendezvous(url, timeout)
 
-    def handler(
-        url: str, timeout: timedelta = dist.default_pg_timeout, **options: Any
-    ) -> Rendezvous:
-        if "MASTER_ADDR" in os.environ and os.environ.get("MASTER_PORT") not in _served:
-            return env_rendezvous(url, timeout=timeout, **options)
-        return mpi_rendezvous(timeout)
 
-    return handler
-
-
-def mpi_rendezvous(timeout: timedelta = dist.default_pg_timeout, **_: Any) -> Rendezvous:
+def mpi_rendezvous(url: str, timeout: timedelta = dist.default_pg_timeout, **_: Any) -> Rendezvous:
     """Yield (store, rank, world size). Rank 0 serves the store; MASTER_ADDR and MASTER_PORT name it. Collective."""
     world = process_group.mpi_world(timeout)
     host = socket.gethostname()

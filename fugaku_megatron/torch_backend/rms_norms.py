@@ -38,7 +38,8 @@ def _gated(self: Any, x: Tensor, gate: Tensor | None = None) -> Tensor:
     return (_norm(self, x, self.weight) * F.silu(gate.float())).to(x.dtype)
 
 
-FORMS: tuple[Forward, ...] = (_plain, _centered, _gated)
+# By the number of tensors
+FORMS: dict[int, tuple[Forward, ...]] = {1: (_plain, _centered), 2: (_gated,)}
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -50,16 +51,16 @@ def native_forward(module: nn.Module) -> Forward | None:
     weight = getattr(module, "weight", None)
     if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or weight.device.type != "cpu":
         return None
-    count = len(inspect.signature(type(module).forward).parameters) - 1
+    forward = type(module).forward
+    count = len(inspect.signature(forward).parameters) - 1
     random = torch.Generator().manual_seed(1)
     # Small enough for epsilon to matter.
     tensors = 0.01 * torch.randn(count, 3, len(weight), generator=random)
     with torch.no_grad():
         probe: Any = copy.deepcopy(module).float()
         probe.weight.copy_(torch.rand(len(weight), generator=random))
-        for form in FORMS:
-            if len(inspect.signature(form).parameters) == count + 1:
-                value = type(module).forward(probe, *tensors)
-                if torch.allclose(value, form(probe, *tensors), rtol=1e-5, atol=1e-5):
-                    return form
+        for form in FORMS.get(count, ()):
+            value = forward(probe, *tensors)
+            if torch.allclose(value, form(probe, *tensors), rtol=1e-5, atol=1e-5):
+                return form
     return None
