@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..comm.autograd import Function, Gradients
 from ..host import kernels
 
 BLOCK_BYTES = 1 << 27  # of logits at a time
@@ -23,6 +24,10 @@ class Head(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
+
+    def to(self, dtype: torch.dtype) -> Head:
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return Head(self.weight.to(dtype), bias)
 
 
 class Call(NamedTuple):
@@ -83,8 +88,8 @@ class _Product:
 
     def __init__(self, x: Tensor, head: Head, call: Call, needs: Sequence[bool]) -> None:
         self.x = (x * call.scale).to(call.dtype).contiguous()
-        self.weight = head.weight.to(call.dtype).contiguous()
-        self.bias = None if head.bias is None else head.bias.to(call.dtype)
+        weight, self.bias = head.to(call.dtype)
+        self.weight = weight.contiguous()
         dweight = torch.zeros(self.weight.shape) if needs[1] or needs[2] else None
         dbias = torch.zeros(len(self.weight)) if needs[2] else None
         self.gradients = [torch.empty_like(self.x) if needs[0] else None, dweight, dbias]
@@ -112,7 +117,7 @@ class _Product:
             kernels.linear_data_gradient(dlogits, self.weight, dx[rows])
 
 
-class _RowLosses(torch.autograd.Function):
+class _RowLosses(Function[tuple[Tensor | None, ...]]):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: Call
@@ -142,7 +147,7 @@ class _RowLosses(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, dlogs: Tensor | None, dentropy: Tensor | None, _: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    ) -> Gradients:
         x, weight, bias, labels, *made = ctx.saved_tensors
         call = ctx.call
         dlogs = torch.zeros(len(x)) if dlogs is None else dlogs
@@ -169,8 +174,7 @@ def row_losses(x: Tensor, head: Head, labels: Tensor, call: Call) -> tuple[Tenso
 
     x: (n, h); labels: int64 (n,)
     """
-    values: tuple[Tensor | None, ...] = _RowLosses.apply(x, *head, labels, call)  # type: ignore[no-untyped-call]
-    return values
+    return _RowLosses.apply(x, *head, labels, call)
 
 
 def cross_entropy(x: Tensor, head: Head, labels: Tensor, ignore_index: int, mean: bool) -> Tensor:

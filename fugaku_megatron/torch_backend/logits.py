@@ -44,9 +44,7 @@ class LazyLogits(Tensor):
         """Return the logits."""
         if self.known is None:
             with torch.enable_grad(), torch.autocast("cpu", enabled=False):
-                weight = self.head.weight.to(self.x.dtype)
-                bias = None if self.head.bias is None else self.head.bias.to(self.x.dtype)
-                self.known = F.linear(self.x, weight, bias).to(self.dtype)
+                self.known = F.linear(self.x, *self.head.to(self.x.dtype)).to(self.dtype)
         return self.known
 
     @classmethod
