@@ -12,12 +12,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ..host import kernels
 from .served import is_served
 
+Numbers = npt.NDArray[np.intp]
 # Mean queries of a segment from which on the kernels gain more than calling them costs.
 SHORTEST_SEGMENTS = 32
 
@@ -129,7 +131,7 @@ class Segment(NamedTuple):
         )
 
 
-def _visible_ranges(mask: Tensor) -> tuple[list[int], list[int]] | None:
+def _visible_ranges(mask: Tensor) -> tuple[Numbers, Numbers] | None:
     """Return each query's first visible key and the key after the last one, or None for other masks (q, k)."""
     # NumPy compares and finds bits several times as fast as torch.
     bits = torch.int32 if mask.element_size() == 4 else torch.int16
@@ -142,51 +144,47 @@ def _visible_ranges(mask: Tensor) -> tuple[list[int], list[int]] | None:
     if runs != np.count_nonzero(count):
         return None
     begin = visible.argmax(axis=1)
-    return begin.tolist(), (begin + count).tolist()
+    return begin, begin + count
 
 
-def _segment(first: int, begin: list[int], end: list[int], step: int) -> Segment | None:
+def _segment(first: int, begin: Numbers, end: Numbers, step: int) -> Segment | None:
     """Build the segment of queries from `first` on, or return None if no documents and window have their visible keys.
 
     begin, end: visible keys of each query.
     step: see `_segments`.
     """
-    keys = slice(begin[0], end[-1])
-    count = keys.stop - keys.start
-    first_query = end[0] - 1 - keys.start if step else count
     queries = slice(first, first + len(begin))
+    keys = slice(int(begin[0]), int(end[-1]))
+    first_query = (int(end[0]) - 1 if step else keys.stop) - keys.start
     if begin[0] == begin[-1]:
         return Segment(queries, keys, first_query)
-    offsets = [each - keys.start for each in begin]
-    window = 1 + max(first_query + i - offset for i, offset in enumerate(offsets))
-    starts: list[int] = []
-    for position, offset in enumerate(offsets, first_query):
-        starts.append(offset if not starts or offset == position else starts[-1])
-        # The kernels leave out queries if a document begins anywhere but at its first query.
-        if offset != max(starts[-1], position - window + 1):
-            return None
+    order = np.arange(len(begin))
+    offsets = begin - keys.start
+    positions = first_query + order
+    window = int((positions - offsets).max()) + 1
+    starts = offsets[np.maximum.accumulate(np.where(offsets == positions, order, 0))]
+    # The kernels leave out queries if a document begins anywhere but at its first query.
+    if not np.array_equal(offsets, np.maximum(starts, positions - window + 1)):
+        return None
     documents = None
     if starts[-1]:
-        documents = torch.zeros(1, first_query + len(begin), dtype=torch.int32)
-        documents[0, first_query:] = torch.tensor(starts)
-    return Segment(queries, keys, first_query, documents, None if starts == offsets else window)
+        documents = torch.zeros(1, first_query + len(starts), dtype=torch.int32)
+        documents[0, first_query:] = torch.from_numpy(starts)
+    has_window = not np.array_equal(starts, offsets)
+    return Segment(queries, keys, first_query, documents, window if has_window else None)
 
 
-def _segments(begin: list[int], end: list[int]) -> Iterator[Segment | None]:
+def _segments(begin: Numbers, end: Numbers) -> Iterator[Segment | None]:
     """Split queries where the end of visible keys neither stays (step 0) nor advances with each query (step 1)."""
+    sees_keys = begin < end
+    steps = np.diff(end)
+    splits = np.diff(sees_keys) | (np.diff(begin) < 0)
     first = 0
     while first < len(end):
-        last = first + 1
-        step = int(last < len(end) and end[last] == end[first] + 1)
-        sees_keys = begin[first] < end[first]
-        while (
-            last < len(end)
-            and end[last] == end[last - 1] + step
-            and begin[last] >= begin[last - 1]
-            and (begin[last] < end[last]) == sees_keys
-        ):
-            last += 1
-        if sees_keys:
+        step = int(first < len(steps) and steps[first] == 1)
+        found = np.flatnonzero(splits[first:] | (steps[first:] != step))
+        last = first + 1 + int(found[0]) if len(found) else len(end)
+        if sees_keys[first]:
             yield _segment(first, begin[first:last], end[first:last], step)
         first = last
 
@@ -198,9 +196,8 @@ def _masked_segments(mask: Tensor) -> list[Segment] | None:
     ranges = _visible_ranges(mask[: q // repeats])
     if ranges is None:
         return None
-    begin, end = (each * repeats for each in ranges)
     segments: list[Segment] = []
-    for segment in _segments(begin, end):
+    for segment in _segments(*(np.tile(each, repeats) for each in ranges)):
         if segment is None or len(segments) > q // SHORTEST_SEGMENTS:
             return None
         segments.append(segment)
