@@ -324,8 +324,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         (tensor,) = tensors
         moved = as_bytes(tensor)
         self.comm.broadcast(moved, opts.rootRank)
-        if self.comm.rank != opts.rootRank:
-            restore(tensor, moved)
+        restore(tensor, moved)
 
     @collective("all_reduce")
     def allreduce(self, tensors: Tensors, opts: Any = None) -> None:
@@ -461,12 +460,11 @@ class MPIProcessGroup(dist.ProcessGroup):
             parts = self._reduced(whole.clone(), op).view(self.comm.size, -1)
             output.copy_(parts[self.comm.rank].view(output.shape))
             return
-        dense = output if output.is_contiguous() else torch.empty_like(output).contiguous()
+        dense = output.contiguous()
         self.comm.reduce_scatter(dense, whole.contiguous())
         if op == "AVG":
             dense.div_(self.comm.size)
-        if dense is not output:
-            output.copy_(dense)
+        output.copy_(dense)
 
     @collective("reduce_scatter_tensor")
     def reduce_scatter_single(
@@ -505,12 +503,8 @@ class MPIProcessGroup(dist.ProcessGroup):
         (tensor,) = tensors
         work = self._message("recv from any rank", tensors)
         received = as_bytes(tensor)
-
-        def arrived(source: int) -> None:
-            work.source = source
-
         comm: Any = self.comm  # an MPIComm, or two levels that have one
-        handle = comm.irecv_any(received, tag, arrived)
+        handle = comm.irecv_any(received, tag, partial(setattr, work, "source"))
         return work.follow(handle.wait, lambda: restore(tensor, received))
 
     def _message(self, verb: str, result: Tensors) -> Started:
