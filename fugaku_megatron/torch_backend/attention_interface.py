@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..comm.autograd import Gradients, Saved, apply_saving
 from .attention import Heads, Options, Plan
+from .served import compute_dtype
 
 NAME = "fugaku"
 UNSERVED = ("softcap", "position_bias", "cache", "output_attentions")  # options
@@ -59,9 +60,7 @@ def attention(
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the context (b, s, n, d) of queries (b, n, s, d), and None for the probabilities."""
-    heads = Heads(query, key, value)
-    if torch.is_autocast_enabled("cpu"):
-        heads = Heads(*(x.to(torch.get_autocast_dtype("cpu")) for x in heads))
+    heads = Heads(*(x.to(compute_dtype(x)) for x in (query, key, value)))
     mask = attention_mask
     is_causal = options.get("is_causal")
     if is_causal is None:

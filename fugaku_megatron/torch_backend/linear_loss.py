@@ -109,7 +109,7 @@ class _Product:
             yield _Block(rows, logits, labels[rows], *statistics)
 
     def add(self, dlogits: Tensor, rows: slice) -> None:
-        """Add the gradients of some rows of x from those of their logits (n, v)."""
+        """Add the gradients of some rows of x, from the gradient of their logits (n, v)."""
         dx, dweight, dbias = self.gradients
         if dweight is not None:
             kernels.linear_weight_gradient(dlogits, self.x[rows], dweight, dbias)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from .linear_loss import Head, cross_entropy
-from .served import is_served
+from .served import compute_dtype, is_served
 
 # Answered by the tensor that stands for the logits.
 DESCRIPTIONS = {
@@ -105,8 +105,7 @@ LAZY: dict[Any, Callable[..., Any]] = {
 
 def lazy_linear(self: Any, x: Tensor) -> Tensor:
     """Forward of an output layer, lazy while gradients are recorded."""
-    if torch.is_autocast_enabled("cpu"):
-        x = x.to(torch.get_autocast_dtype("cpu"))
+    x = x.to(compute_dtype(x))
     records = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
     if not records or not is_served(x):
         return F.linear(x, self.weight, self.bias)

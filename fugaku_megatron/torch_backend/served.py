@@ -1,4 +1,4 @@
-"""Tensors that the kernels take."""
+"""Tensors that the kernels take, and their type."""
 
 from __future__ import annotations
 
@@ -14,3 +14,8 @@ def is_served(*tensors: Tensor) -> bool:
     if dtype not in TYPES or torch.compiler.is_compiling():
         return False
     return all(each.dtype == dtype and each.numel() for each in tensors)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the type in which autocast computes with x."""
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .linear_loss import Call, Head, row_losses
-from .served import is_served
+from .served import compute_dtype, is_served
 
 MODULE = "trl.trainer.utils"
 
@@ -29,11 +29,8 @@ class LogProbFunction:
         if softcap is not None or others or not is_served(hidden):
             return self.original.apply(hidden, weight, bias, labels, *options)
         scale = logit_scale / temperature
-        dtype = hidden.dtype
-        if torch.is_autocast_enabled("cpu"):
-            dtype = torch.get_autocast_dtype("cpu")
         head = Head(weight, None if bias is None else bias * scale)
-        call = Call(scale, dtype, tuple(names))
+        call = Call(scale, compute_dtype(hidden), tuple(names))
         logs, entropy, is_top1 = row_losses(hidden, head, labels, call)
         return logs, entropy, None, None, is_top1
 
