@@ -24,15 +24,6 @@ Numbers = npt.NDArray[np.intp]
 SHORTEST_SEGMENTS = 32
 
 
-class Options(NamedTuple):
-    """Arguments of the operator after its tensors. attn_mask: added to scores"""
-
-    dropout_p: float = 0.0
-    is_causal: bool = False
-    attn_mask: Tensor | None = None
-    scale: float | None = None
-
-
 class Heads(NamedTuple):
     """Tensors of the operator: queries (b, n, q, d), keys and values (b, g, k, d)."""
 
@@ -117,19 +108,6 @@ class Segment(NamedTuple):
         """Number of queries."""
         return self.queries.stop - self.queries.start  # type: ignore[no-any-return]
 
-    def kernel(self, name: str, packed: Packed) -> Callable[..., None]:
-        """Return the kernel of the segment, whose first arguments are its `tensors`."""
-        if packed.pairs is None:
-            return getattr(kernels, f"attention_{name}")  # type: ignore[no-any-return]
-        return partial(
-            getattr(kernels, f"attention_part_{name}"),
-            s=max(self.first_query + self.length, self.keys.stop - self.keys.start),
-            first_query=self.first_query,
-            first_key=0,
-            starts=self.starts,
-            window=self.window,
-        )
-
 
 def _visible_ranges(mask: Tensor) -> tuple[Numbers, Numbers] | None:
     """Return each query's first visible key and the key after the last one, or None for other masks (q, k)."""
@@ -204,16 +182,16 @@ def _masked_segments(mask: Tensor) -> list[Segment] | None:
     return segments
 
 
-def _samples(heads: Heads, options: Options) -> list[list[Segment]] | None:
+def _samples(heads: Heads, is_causal: bool, mask: Tensor | None) -> list[list[Segment]] | None:
     """Return the segments of each sample, or None if the kernels lack the mask."""
     b, n, q, _ = heads.query.shape
     k = heads.key.shape[2]
-    if options.attn_mask is None:
-        keys = slice(0, min(q, k) if options.is_causal else k)
-        segment = Segment(slice(0, q), keys, first_query=0 if options.is_causal else k)
+    if mask is None:
+        keys = slice(0, min(q, k) if is_causal else k)
+        segment = Segment(slice(0, q), keys, first_query=0 if is_causal else k)
         return [[segment] for _ in range(b)]
-    mask = options.attn_mask.expand(b, n, q, k)
-    if options.is_causal or mask.dtype == torch.bool or (n > 1 and mask.stride(1)):
+    mask = mask.expand(b, n, q, k)
+    if is_causal or mask.dtype == torch.bool or (n > 1 and mask.stride(1)):
         return None
     samples: list[list[Segment]] = []
     repeats = b if mask.stride(0) == 0 else 1
@@ -246,23 +224,42 @@ class Plan(NamedTuple):
     seed: int = 0
 
     @staticmethod
-    def of(heads: Heads, options: Options) -> Plan | None:
-        """Return the calls, or None if the kernels do not serve the operator's call."""
-        if not heads.supported or (options.scale is not None and options.scale <= 0):
+    def of(
+        heads: Heads,
+        is_causal: bool,
+        attn_mask: Tensor | None,
+        scale: float | None,
+        dropout_p: float = 0.0,
+    ) -> Plan | None:
+        """Return the calls, or None if the kernels do not serve the operator's call. attn_mask: added to scores"""
+        if not heads.supported or (scale is not None and scale <= 0):
             return None
-        samples = _samples(heads, options)
+        samples = _samples(heads, is_causal, attn_mask)
         if samples is None:
             return None
-        same_positions = options.is_causal and heads.query.shape[2] == heads.key.shape[2]
+        same_positions = is_causal and heads.query.shape[2] == heads.key.shape[2]
         packed = Packed.empty(heads, same_positions)
-        seed = int(torch.randint(1 << 50, ())) if options.dropout_p else 0
-        return Plan(samples, packed, options.scale, options.dropout_p, seed)
+        seed = int(torch.randint(1 << 50, ())) if dropout_p else 0
+        return Plan(samples, packed, scale, dropout_p, seed)
 
-    def calls(self, sample: int) -> Iterator[tuple[Segment, dict[str, Any]]]:
-        """Yield the segments of a sample, with the kernels' options."""
+    def calls(self, name: str, sample: int) -> Iterator[tuple[Segment, Callable[..., None]]]:
+        """Yield the segments of a sample, with the kernel of a name that gets its arguments after the inputs."""
         for stream, segment in enumerate(self.samples[sample]):
             random = {"seed": self.seed, "stream": stream, "first_sample": sample}
-            yield segment, {"p": self.dropout_p, "scale": self.scale, **random}
+            options = {"p": self.dropout_p, "scale": self.scale, **random}
+            kernel = getattr(kernels, f"attention_{name}")
+            if self.packed.pairs is not None:
+                kernel = partial(
+                    getattr(kernels, f"attention_part_{name}"),
+                    s=max(
+                        segment.first_query + segment.length, segment.keys.stop - segment.keys.start
+                    ),
+                    first_query=segment.first_query,
+                    first_key=0,
+                    starts=segment.starts,
+                    window=segment.window,
+                )
+            yield segment, partial(kernel, *segment.tensors(self.packed), **options)
 
     def forward(self, heads: Heads) -> tuple[Tensor, Tensor]:
         """Return the context, laid out as the queries, and the natural log of the sums (b, n, q)."""
@@ -277,11 +274,10 @@ class Plan(NamedTuple):
             rows = context if context.is_contiguous() else context.new_empty(context.shape)
             if sum(segment.length for segment in segments) < q:
                 rows.zero_()
-            for segment, options in self.calls(sample):
+            for segment, kernel in self.calls("forward", sample):
                 part = _flat(rows[segment.queries])
                 sums = lse.new_empty(1, n, len(part))
-                kernel = segment.kernel("forward", self.packed)
-                kernel(*segment.tensors(self.packed), part, sums, **options)
+                kernel(part, sums)
                 lse[sample, :, segment.queries] = sums[0]
             if rows is not context:
                 context.copy_(rows)
@@ -296,29 +292,25 @@ class Plan(NamedTuple):
         for sample in range(len(out)):
             self.packed.fill(heads, sample)
             gradients.clear()
-            for segment, options in self.calls(sample):
-                segment.kernel("backward", self.packed)(
-                    *segment.tensors(self.packed),
+            for segment, kernel in self.calls("backward", sample):
+                kernel(
                     _flat(out[sample, :, segment.queries].transpose(0, 1)),
                     lse[sample : sample + 1, :, segment.queries].contiguous(),
                     _flat(grad_out[sample, :, segment.queries].transpose(0, 1)),
                     *segment.tensors(gradients),
-                    **options,
                 )
             for result, gradient in zip(results, gradients.views(), strict=True):
                 result[sample].unflatten(0, gradient.shape[:2]).copy_(gradient)
         return results
 
 
-def _plan_of_operator(heads: Heads, dropout_p: float, *options: Any) -> Plan | None:
-    """Return the calls of ATen's operator, which has no seed that its backward could repeat."""
-    return None if dropout_p else Plan.of(heads, Options(dropout_p, *options))
-
-
-def flash_attention(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> object:
-    """Return the context and the log-sums, see `Plan.forward`. arguments: see `Options`"""
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, *options: Any
+) -> object:
+    """Return the context and the log-sums, see `Plan.forward`. options: see `Plan.of`"""
     heads = Heads(query, key, value)
-    plan = _plan_of_operator(heads, *arguments)
+    # The operator has no seed that its backward could repeat.
+    plan = None if dropout_p else Plan.of(heads, *options)
     return NotImplemented if plan is None else plan.forward(heads)
 
 
@@ -329,9 +321,10 @@ def flash_attention_backward(
     value: Tensor,
     out: Tensor,
     logsumexp: Tensor,
-    *arguments: Any,
+    dropout_p: float,
+    *options: Any,
 ) -> object:
-    """Return the gradients, see `Plan.backward`. arguments: see `Options`"""
+    """Return the gradients, see `Plan.backward`. options: see `Plan.of`"""
     heads = Heads(query, key, value)
-    plan = _plan_of_operator(heads, *arguments)
+    plan = None if dropout_p else Plan.of(heads, *options)
     return NotImplemented if plan is None else plan.backward(grad_out, heads, out, logsumexp)

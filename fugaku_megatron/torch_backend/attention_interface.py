@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..comm.autograd import Gradients, Saved, apply_saving
-from .attention import Heads, Options, Plan
+from .attention import Heads, Plan
 from .served import compute_dtype
 
 NAME = "fugaku"
@@ -71,7 +71,7 @@ def attention(
     # Torch computes attention without sinks and dropout as fast.
     if (sinks is not None or dropout) and not any(map(options.get, UNSERVED)):
         added = None if mask is None else _added(mask, heads.query.dtype, -math.inf)
-        plan = Plan.of(heads, Options(dropout, is_causal, added, options.get("scaling")))
+        plan = Plan.of(heads, is_causal, added, options.get("scaling"), dropout)
         if plan is not None:
             return _attend(heads, sinks, plan).transpose(1, 2).contiguous(), None
     return _transformers_attention(module, heads, mask, is_causal, options)
