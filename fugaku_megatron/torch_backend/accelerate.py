@@ -106,10 +106,14 @@ def _norms(model: nn.Module) -> Outcome:
 
 
 def _output_layers(model: nn.Module) -> Outcome:
-    heads = {id(head): head for each in _models(model) if (head := each.get_output_embeddings())}
-    plain = [head for head in heads.values() if type(head) is nn.Linear]
-    left = {f"output layer {type(head).__name__}" for head in heads.values() if head not in plain}
-    undo = [_replace_forward(head, logits.lazy_linear) for head in plain]
+    heads = {each.get_output_embeddings() for each in _models(model)} - {None}
+    undo = []
+    left = set()
+    for head in heads:
+        if type(head) is nn.Linear:
+            undo.append(_replace_forward(head, logits.lazy_linear))
+        else:
+            left.add(f"output layer {type(head).__name__}")
     return Outcome(undo, "output layer", left)
 
 

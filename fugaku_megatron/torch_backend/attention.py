@@ -35,7 +35,7 @@ class Heads(NamedTuple):
     def supported(self) -> bool:
         """True for one FP32 or BF16 type and heads of a multiple of 4 elements, which the kernels take."""
         query, key, value = self
-        if query.dim() != 4 or key.dim() != 4 or key.shape != value.shape or not is_served(*self):
+        if key.shape != value.shape or not is_served(*self):
             return False
         b, n, _, d = query.shape
         g, k = key.shape[1:3]

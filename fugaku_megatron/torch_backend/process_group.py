@@ -40,14 +40,14 @@ from ..start.presence import Presence
 
 NAME = "fugaku"
 Tensors = list[Tensor]
-REDUCED = ("SUM", "MAX", "MIN")  # by `comm`
+# Reductions that `comm` lacks
 FOLDED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "PRODUCT": torch.mul,
     "BAND": torch.bitwise_and,
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
-REDUCTIONS = (*REDUCED, "AVG", *FOLDED)
+REDUCTIONS = ("SUM", "MAX", "MIN", "AVG", *FOLDED)
 MAX_TAG = 2**15  # MPI guarantees this many
 GRACE = 3.0  # seconds in which the other waiting ranks say that they wait
 NO_TIMEOUT = timedelta(0)
