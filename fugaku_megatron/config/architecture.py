@@ -84,7 +84,9 @@ def same_weights(first: ModelConfig, second: ModelConfig) -> bool:
     one = _meaning(first)
     two = _meaning(second)
     return one.keys() == two.keys() and all(
-        value == two[name] or isinstance(value, float) and math.isclose(value, two[name])
+        value == two[name]
+        or {type(value), type(two[name])} == {float}
+        and math.isclose(value, two[name])
         for name, value in one.items()
     )
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 
@@ -330,6 +331,18 @@ def test_a_field_that_is_left_out_has_transformers_default(row):
     own = {name: value for name, value in short.items() if name != "model_type"}
     whole = kind(**own).to_dict()
     assert read_config(short)[1] == read_config({**whole, "architectures": [row.name]})[1]
+
+
+def test_a_value_that_no_field_can_say_fits_no_architecture():
+    row = next(row for row in ARCHITECTURES if row.model_type == "gpt_oss")
+    model = read_config(short_config(row))[1]
+    assert [row.name for row in ARCHITECTURES if row.fits(model)] == [row.name]
+    for changes in (
+        {"activation_func_clamp_value": None},
+        {"glu_linear_offset": 0.5},
+        {"moe_ffn_hidden_size": 2 * model.ffn_hidden_size},
+    ):
+        assert not any(row.fits(replace(model, **changes)) for row in ARCHITECTURES)
 
 
 def test_rope_scaling_next_to_rope_parameters_wins():

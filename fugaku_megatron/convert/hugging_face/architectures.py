@@ -184,7 +184,7 @@ class Architecture:
             or not (divided or self.own_head_size)
         ):
             return False
-        with suppress(ValueError):
+        with suppress(ValueError, ArithmeticError):
             return same_weights(self.read(self.write(model)), model)
         return False
 
