@@ -27,13 +27,13 @@ from ..config.lora import (
     LoraConfig,
 )
 from ..config.model import ModelConfig
+from ..config.rows import ACTIVATIONS
 from .attention.context_parallel import own_segments
 from .dropout_key import Dropout, DropoutKey
 from .forward_context import Pass
 from .ops import Ops
 from .ops.activation import Activation, is_fused
 from .ops.dropout import masked
-from .ops.mlp import argument_gradient
 from .parameter import as_rows, gradient_of, matrix
 
 InputDropout = tuple[float, DropoutKey, int | None]  # probability, mask, first column of a shard
@@ -329,10 +329,8 @@ def _inner_gradient(
 ) -> Tensor:
     """Return dy weight (rows, f), times the derivative at pre if the kernel is fused."""
     dinner = pre.new_empty(len(pre), weight.shape[1])
-    if is_fused(ops, activation):
-        argument_gradient(ops, dy, weight, pre, dinner, activation)
-    else:
-        ops.data_gradient(dy, weight, dinner)
+    fused = (pre, ACTIVATIONS[activation.name].kernel) if is_fused(ops, activation) else ()
+    ops.data_gradient(dy, weight, dinner, *fused)
     return dinner
 
 

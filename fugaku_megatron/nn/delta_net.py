@@ -18,7 +18,7 @@ from .attention.kv_cache import DeltaState
 from .forward_context import Pass, Rows
 from .layers import ColumnParallelLinear, Context, RowParallelLinear
 from .ops.delta_net import DeltaGates, DeltaHeads
-from .parameter import rows_of
+from .parameter import view_of
 
 A_RANGE = (1.0, 16.0)  # of exp(A_log) at the start, uniform as in Megatron-LM
 
@@ -82,7 +82,8 @@ class GatedDeltaNet(nn.Module):
         heads = self.heads
         channels, width = self.conv1d.shape
         state = (heads.value_heads, heads.key_size, heads.value_size)
-        return DeltaState.zeros(samples, (width - 1, channels), state, dtype)
+        inputs = torch.zeros(samples, width - 1, channels, dtype=dtype)
+        return DeltaState(inputs, torch.zeros(samples, *state))
 
     def _split(self, projected: Tensor) -> _Inputs:
         heads = self.heads
@@ -98,8 +99,7 @@ class GatedDeltaNet(nn.Module):
         cp = self.context.cp
         if cp.size == 1:
             return parameter
-        rows = len(parameter) // cp.size
-        return rows_of(parameter, slice(cp.rank * rows, (cp.rank + 1) * rows))
+        return view_of(parameter, lambda whole: whole.chunk(cp.size)[cp.rank])
 
     def mix(self, projected: Tensor, forward_pass: Pass) -> Tensor:
         """Return the output of all heads, (s, b, n value size). Selective recompute reruns it."""

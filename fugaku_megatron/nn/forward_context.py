@@ -15,7 +15,6 @@ from ..config.model import ModelConfig
 from .attention.heads import Angles
 from .attention.kv_cache import Cache
 from .attention.rotary_angles import TokenAngles, document_angles, rotary_angles
-from .ops.attention import CachedRows
 
 
 @dataclass(frozen=True)
@@ -78,10 +77,6 @@ class Rows:
     @property
     def one_each(self) -> bool:
         return len(self.positions) == len(self.samples)
-
-    @property
-    def cached(self) -> CachedRows:
-        return CachedRows(self.samples, self.positions)
 
     def of_samples(self) -> Iterator[tuple[int, int, slice]]:
         """Yield each sample's place in the cache, the position of its first row, and its rows."""

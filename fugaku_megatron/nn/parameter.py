@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, cast, overload
@@ -209,8 +209,7 @@ class _View(Tensor):
     # Results are plain tensors, as with a parameter.
     __torch_function__: Any = torch._C._disabled_torch_function_impl
     parameter: Tensor
-    number: int | None = None  # of a matrix, if the parameter stacks several
-    rows: slice | None = None
+    part_of: Callable[[Tensor], Tensor]
 
     @property
     def frozen(self) -> bool:
@@ -220,43 +219,35 @@ class _View(Tensor):
     def scales(self) -> Tensor | None:
         """Scales of a weight in eight bits (`Q8Weight`)."""
         scales = scales_of(self.parameter)
-        if scales is None:
-            return None
-        if self.number is not None:
-            scales = scales[self.number]
-        return scales.view(*self.shape[:-1], -1)
+        return None if scales is None else self.part_of(scales).view(*self.shape[:-1], -1)
 
     @property
     def main_grad(self) -> Tensor | None:
         gradient: Tensor | None = gradient_of(self.parameter)
-        if gradient is None:
-            return None
-        if self.number is not None:
-            gradient = gradient[self.number]
-        if self.rows is not None:
-            gradient = gradient[self.rows]
-        return gradient.view(self.shape)
+        return None if gradient is None else self.part_of(gradient).view(self.shape)
 
 
-def derived(parameter: Tensor, values: Tensor) -> _View:
-    """Attach the parameter's gradient to `values`, a function with slope 1."""
+def derived(
+    parameter: Tensor, values: Tensor, part_of: Callable[[Tensor], Tensor] = lambda whole: whole
+) -> _View:
+    """Attach the parameter's gradient to `values`, a function with slope 1.
+
+    part_of: returns what belongs to `values`, of the gradient and of a weight's scales
+    """
     view = values.as_subclass(_View)
     view.parameter = parameter
+    view.part_of = part_of
     return view
+
+
+def view_of(parameter: Tensor, part_of: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return part_of(parameter), with its gradient."""
+    return derived(parameter, part_of(parameter.detach()), part_of)
 
 
 def matrix_of(parameter: Tensor, number: int) -> Tensor:
     """Return matrix `number` (outputs, h) of a parameter (e, ..., h), with its gradient."""
-    view = derived(parameter, parameter.detach()[number].flatten(0, -2))
-    view.number = number
-    return view
-
-
-def rows_of(parameter: Tensor, rows: slice) -> Tensor:
-    """Return rows of a parameter (n, ...), with their gradient."""
-    view = derived(parameter, parameter.detach()[rows])
-    view.rows = rows
-    return view
+    return view_of(parameter, lambda whole: whole[number].flatten(0, -2))
 
 
 @overload
@@ -265,7 +256,7 @@ def matrix(parameter: Tensor) -> Tensor: ...
 def matrix(parameter: None) -> None: ...
 def matrix(parameter: Tensor | None) -> Tensor | None:
     """Return a parameter (2, f, ...) as (2 f, ...), with its gradient."""
-    return None if parameter is None else derived(parameter, parameter.detach().flatten(0, 1))
+    return None if parameter is None else view_of(parameter, lambda whole: whole.flatten(0, 1))
 
 
 # Packing once per optimizer step makes a matmul 3 to 5 per cent faster (head: 15), for one copy of the weights in forward and one

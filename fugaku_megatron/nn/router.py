@@ -152,7 +152,11 @@ class Router(nn.Module):
         model = self.context.model
         logits = small_linear(ops, x, self.weight, self.bias)
         padding = forward_pass.documents.padding
-        ranks = self._ranks(logits, padding) if model.sinkhorn and forward_pass.training else None
+        ranks = None
+        if model.sinkhorn and forward_pass.training:
+            even = partial(evenly, padding=None if padding is None else padding.flatten())
+            # This rank's rows of the whole micro-batch.
+            ranks = self.context.of_whole_sequence(even, logits, sequence=self.context.sequence)
         scores, chosen = route(ops, logits, self.expert_bias, model, ranks)
         if not forward_pass.training:
             return scores, chosen
@@ -166,11 +170,6 @@ class Router(nn.Module):
                 scores = _counted(ops, scores, counts, self.expert_bias)
         self.loads[forward_pass.first_sample] = load
         return scores, chosen
-
-    def _ranks(self, logits: Tensor, padding: Tensor | None) -> Tensor:
-        """Return this rank's rows (rows, e) of `evenly` over the whole micro-batch."""
-        even = partial(evenly, padding=None if padding is None else padding.flatten())
-        return self.context.of_whole_sequence(even, logits, sequence=self.context.sequence)
 
     def _with_losses(
         self,

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .heads import Heads
-
 
 @dataclass(frozen=True)
 class LayerCache:
@@ -19,12 +17,6 @@ class LayerCache:
 
     keys: Tensor
     values: Tensor
-
-    @staticmethod
-    def empty(samples: int, slots: int, heads: Heads, dtype: torch.dtype) -> LayerCache:
-        shape = (samples, heads.groups, slots)
-        keys = torch.empty(*shape, heads.head_size, dtype=dtype)
-        return LayerCache(keys, torch.empty(*shape, heads.value_size, dtype=dtype))
 
     @property
     def slots(self) -> int:
@@ -61,12 +53,6 @@ class DeltaState:
 
     inputs: Tensor
     states: Tensor
-
-    @staticmethod
-    def zeros(
-        samples: int, inputs: tuple[int, int], state: tuple[int, int, int], dtype: torch.dtype
-    ) -> DeltaState:
-        return DeltaState(torch.zeros(samples, *inputs, dtype=dtype), torch.zeros(samples, *state))
 
     def store(self, sample: int, inputs: Tensor, state: Tensor) -> None:
         """Append new inputs (s, 1, channels), and store the state (1, n, key size, value size) after them."""

@@ -85,7 +85,10 @@ class Attention(nn.Module):
         return self.linear_proj.bias
 
     def empty_cache(self, samples: int, positions: int, dtype: torch.dtype) -> LayerCache:
-        return LayerCache.empty(samples, cache_slots(self.kind, positions), self.own_heads, dtype)
+        heads = self.own_heads
+        shape = (samples, heads.groups, cache_slots(self.kind, positions))
+        keys = torch.empty(*shape, heads.head_size, dtype=dtype)
+        return LayerCache(keys, torch.empty(*shape, heads.value_size, dtype=dtype))
 
     def apply_rotary(self, qkv: Tensor, angles: Angles | None, positions: Tensor | None) -> Tensor:
         """Return qkv as `attend` needs it, if `ModelConfig.uses_rotary`."""
@@ -94,7 +97,11 @@ class Attention(nn.Module):
     def attend(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
         """Return attention without projections, qkv -> (s, b, n v). Selective recompute reruns it."""
         if self.context.cp.size > 1 and self.cp_comm_type != A2A:
-            return self._between_ranks(qkv, forward_pass)
+            s = len(qkv) * self.context.cp.size
+            if self.context.model.uses_rotary(self.kind):
+                qkv = self.apply_rotary(qkv, *self.own_angles(qkv, forward_pass))
+            call = self.call(s, self.context.tp.rank * self.heads.heads * s, forward_pass)
+            return self.context.ops.shared_attention(qkv, call, self.context.cp, self.cp_comm_type)
         model = self.context.model
         tp = self.context.tp
         cp = self.context.cp
@@ -114,12 +121,19 @@ class Attention(nn.Module):
         """Return the arguments of attention in a sequence. row0: first row of the dropout masks"""
         mask = AttentionMask(length, self.kind.window, forward_pass.documents.starts)
         softcap = self.context.model.attn_logit_softcapping
-        dropped = self._dropped(row0, forward_pass)
-        return SharedCall(self.heads, mask, dropped, softcap, self._sinks())
+        key = DropoutKey(
+            self.context.seed,
+            dropout_stream(self.layer, "attention"),
+            forward_pass.first_sample,
+            sample_dim=0,
+            row0=row0,
+        )
+        p = self.context.model.attention_dropout if forward_pass.training else 0.0
+        return SharedCall(self.heads, mask, Dropout(p, key), softcap, self._sinks())
 
     def decode(self, qkv: Tensor, call: SharedCall, rows: Rows) -> Tensor:
         """Attend from one new token of each sample to its earlier ones, qkv (r, 1, ...) -> (r, 1, n v)."""
-        return self.context.ops.cached_attention(qkv, self._cache(rows), rows.cached, call)
+        return self.context.ops.cached_attention(qkv, self._cache(rows), rows, call)
 
     def prefill(
         self, qkv: Tensor, new: tuple[Tensor, Tensor], call: SharedCall, forward_pass: Pass
@@ -174,17 +188,6 @@ class Attention(nn.Module):
         call = call._replace(mask=replace(mask, length=len(qkv)))
         return ops.shared_attention(qkv, call, ALONE, P2P)
 
-    def _dropped(self, row0: int, forward_pass: Pass) -> Dropout:
-        context = self.context
-        key = DropoutKey(
-            context.seed,
-            dropout_stream(self.layer, "attention"),
-            forward_pass.first_sample,
-            sample_dim=0,
-            row0=row0,
-        )
-        return Dropout(context.model.attention_dropout if forward_pass.training else 0.0, key)
-
     def _angles(self, length: int, forward_pass: Pass) -> tuple[Angles | None, Tensor | None]:
         documents = forward_pass.documents
         rows = forward_pass.rows
@@ -207,14 +210,6 @@ class Attention(nn.Module):
             own.int().unsqueeze(1).expand(-1, x.shape[1]) if places is None else places[own]
         )
         return angles, own_places.contiguous()
-
-    def _between_ranks(self, qkv: Tensor, forward_pass: Pass) -> Tensor:
-        context = self.context
-        s = len(qkv) * context.cp.size
-        if context.model.uses_rotary(self.kind):
-            qkv = self.apply_rotary(qkv, *self.own_angles(qkv, forward_pass))
-        call = self.call(s, context.tp.rank * self.heads.heads * s, forward_pass)
-        return context.ops.shared_attention(qkv, call, context.cp, self.cp_comm_type)
 
 
 class SelfAttention(Attention):

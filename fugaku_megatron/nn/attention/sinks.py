@@ -40,5 +40,4 @@ class Sinks(NamedTuple):
         delta = (dout.float() * out.float()).unflatten(2, (len(self.values), -1)).sum(-1)
         probabilities = torch.exp(self.values.unsqueeze(1) - lse)
         gradient = -(probabilities * delta.permute(1, 2, 0)).sum((0, 2))
-        if self.parameter is not None and not is_frozen(self.parameter):
-            gradient_of(self.parameter)[self.heads].add_(gradient)
+        gradient_of(self.parameter)[self.heads].add_(gradient)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,16 +18,10 @@ from ..attention.context_parallel import SharedCall
 from ..attention.heads import Heads
 from ..attention.kv_cache import LayerCache
 from ..dropout_key import Dropout
+from ..forward_context import Rows
 from ..parameter import as_rows
 from .backend import Backend
 from .dropout import dropout
-
-
-class CachedRows(NamedTuple):
-    """samples: (r,), each row's sample in the cache. positions: (r,), each row's position in its sample."""
-
-    samples: Tensor
-    positions: Tensor
 
 
 def attention(
@@ -44,16 +37,11 @@ def attention(
     window: token i attends to tokens j with i - window < j <= i.
     starts: see `PackedDocuments`.
     """
-    if ops.is_native("attention"):
-        options = {"window": window, "starts": starts, **heads.options}
-        return _native_attention(ops.kernels, qkv, heads, dropped, options)
-    drop = partial(dropout, ops, dropped=dropped) if dropped.p else None
-    return _torch_attention(qkv, heads, window, drop, starts)
-
-
-def _native_attention(
-    kernels: Any, qkv: Tensor, heads: Heads, dropped: Dropout, options: dict[str, Any]
-) -> Tensor:
+    if not ops.is_native("attention"):
+        masked = partial(dropout, ops, dropped=dropped) if dropped.p else None
+        return _torch_attention(qkv, heads, window, masked, starts)
+    kernels = ops.kernels
+    options = {"window": window, "starts": starts, **heads.options}
     s, b, _ = qkv.shape
     key = dropped.key
     drop = (dropped.p, key.seed, key.stream, key.first_sample, key.row0 // s)
@@ -117,7 +105,7 @@ def _torch_attention(
 
 
 def cached_attention(
-    ops: Backend, qkv: Tensor, cache: LayerCache, rows: CachedRows, call: SharedCall
+    ops: Backend, qkv: Tensor, cache: LayerCache, rows: Rows, call: SharedCall
 ) -> Tensor:
     """Store the keys and values of one new token per sample, and attend, qkv (r, 1, ...) -> (r, 1, n v). Nothing is saved.
 
@@ -126,7 +114,8 @@ def cached_attention(
     heads, _, _, softcap, sinks = call
     keys = cache.keys
     values = cache.values
-    samples, positions = rows
+    samples = rows.samples
+    positions = rows.positions
     groups = heads.groups
     slots = cache.slots
     fits = heads.head_size % HEAD_MULTIPLE == heads.value_size % HEAD_MULTIPLE == 0

@@ -9,7 +9,7 @@ r rows of generation; qkv as in `DeltaHeads`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,16 +100,9 @@ def gated_delta_rule(
     if state is None:
         shape = (qkv.shape[1], heads.value_heads, heads.key_size, heads.value_size)
         state = qkv.new_zeros(shape, dtype=torch.float32)
-    rule = _Rule(heads, starts)
-    if ops.is_native("attention"):
-        return _native_rule(ops.kernels, qkv, gates, rule, state)
-    return _torch_rule(qkv, gates, rule, state)
-
-
-def _native_rule(
-    kernels: Any, qkv: Tensor, gates: DeltaGates, rule: _Rule, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    starts = rule.starts
+    if not ops.is_native("attention"):
+        return _torch_rule(qkv, gates, _Rule(heads, starts), state)
+    kernels = ops.kernels
 
     def forward() -> tuple[tuple[Tensor, Tensor], Saved]:
         inputs = (qkv.contiguous(), gates.decay.contiguous(), gates.beta.contiguous())
@@ -117,7 +110,7 @@ def _native_rule(
         segments = -(-s // kernels.DELTA_SEGMENT)
         states = state.new_empty(segments + 1, *state.shape)
         states[0] = state
-        out = qkv.new_empty(s, b, rule.heads.value_heads * rule.heads.value_size)
+        out = qkv.new_empty(s, b, heads.value_heads * heads.value_size)
         kernels.delta_rule_forward(*inputs, states, out, starts=starts)
         return (out, states[-1].clone()), (*inputs, states)
 
@@ -364,14 +357,10 @@ def causal_convolution(
     weight: parameter (channels, w), the token itself last. starts: see `gated_delta_rule`.
     earlier: (w - 1, b, channels), inputs before the first token; None: zeros.
     """
-    if ops.is_native("rowwise"):
-        return _native_convolution(ops.kernels, x, weight, starts, earlier)
-    return _torch_convolution(x, weight, starts, earlier)
+    if not ops.is_native("rowwise"):
+        return _torch_convolution(x, weight, starts, earlier)
+    kernels = ops.kernels
 
-
-def _native_convolution(
-    kernels: Any, x: Tensor, weight: Tensor, starts: Tensor | None, earlier: Tensor | None
-) -> Tensor:
     def forward() -> tuple[Tensor, Saved]:
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         before = None if earlier is None else earlier.contiguous()
@@ -463,21 +452,17 @@ def cached_convolution(
     return F.silu(_convolve(list(window.float().unbind(1)), weight)).unsqueeze(1).to(x.dtype)
 
 
-def gated_rms_norm(ops: Backend, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return the RMS norm of each head of x times silu(gate), computed in FP32. x, gate: (..., heads, h). weight: parameter (h)."""
-    if ops.is_native("rowwise"):
-        return _native_gated_norm(ops.kernels, x, gate, weight, epsilon)
-    return _torch_gated_norm(x, gate, weight, epsilon)
-
-
 def _tokens(x: Tensor) -> Tensor:
     """Return x (..., heads, h) as (tokens, heads, h), copied only if tokens have different distances."""
     return x.flatten(0, -3) if x.dim() > 3 else x
 
 
-def _native_gated_norm(
-    kernels: Any, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float
-) -> Tensor:
+def gated_rms_norm(ops: Backend, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Return the RMS norm of each head of x times silu(gate), computed in FP32. x, gate: (..., heads, h). weight: parameter (h)."""
+    if not ops.is_native("rowwise"):
+        return _torch_gated_norm(x, gate, weight, epsilon)
+    kernels = ops.kernels
+
     def forward() -> tuple[Tensor, Saved]:
         rows = x.contiguous()
         y = torch.empty_like(rows)

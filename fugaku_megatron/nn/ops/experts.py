@@ -6,7 +6,6 @@ f expert width, e experts, k per token, n pairs of a token and an expert, number
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,8 +36,40 @@ def route(
     logits: (rows, e) in FP32
     bias: (e,), added to the scores for the choice
     """
-    if ops.is_native("gemm"):
-        return _native_route(ops.kernels, logits, bias, model)
+    if not ops.is_native("gemm"):
+        return _torch_route(logits, bias, model)
+    kernels = ops.kernels
+    kind = kind_of_scores(model)
+    scaling = model.moe_router_topk_scaling_factor or 1.0
+    experts = logits.shape[1]
+
+    def forward() -> tuple[tuple[Tensor, Tensor], Saved]:
+        scores = logits.new_empty(len(logits), model.moe_router_topk)
+        chosen = torch.empty(scores.shape, dtype=torch.int64)
+        kernels.route(
+            logits,
+            None if bias is None else bias.detach().float(),
+            scores,
+            chosen,
+            kind,
+            scaling,
+            model.moe_router_num_groups or 0,
+            model.moe_router_group_topk or 0,
+            NORMALIZER,
+        )
+        return (scores, chosen), (scores if kind == "softmax_of_chosen" else logits, chosen)
+
+    def backward(dscores: Tensor, _: Tensor, saved: Tensor, chosen: Tensor) -> Tensor:
+        dlogits = dscores.new_empty(len(dscores), experts)
+        kernels.route_backward(
+            dscores.contiguous(), saved, chosen, dlogits, kind, scaling, NORMALIZER
+        )
+        return dlogits
+
+    return apply_saving(forward, backward, logits)
+
+
+def _torch_route(logits: Tensor, bias: Tensor | None, model: ModelConfig) -> tuple[Tensor, Tensor]:
     kind = kind_of_scores(model)
     scores = logits
     if kind == "sigmoid":
@@ -73,39 +104,6 @@ def _chosen(wish: Tensor, model: ModelConfig) -> Tensor:
         is_open.scatter_(1, _best(totals, group_count), True)
         wish = wish.masked_fill(~is_open.repeat_interleave(grouped.shape[2], 1), -math.inf)
     return _best(wish, k)
-
-
-def _native_route(
-    kernels: Any, logits: Tensor, bias: Tensor | None, model: ModelConfig
-) -> tuple[Tensor, Tensor]:
-    kind = kind_of_scores(model)
-    scaling = model.moe_router_topk_scaling_factor or 1.0
-    experts = logits.shape[1]
-
-    def forward() -> tuple[tuple[Tensor, Tensor], Saved]:
-        scores = logits.new_empty(len(logits), model.moe_router_topk)
-        chosen = torch.empty(scores.shape, dtype=torch.int64)
-        kernels.route(
-            logits,
-            None if bias is None else bias.detach().float(),
-            scores,
-            chosen,
-            kind,
-            scaling,
-            model.moe_router_num_groups or 0,
-            model.moe_router_group_topk or 0,
-            NORMALIZER,
-        )
-        return (scores, chosen), (scores if kind == "softmax_of_chosen" else logits, chosen)
-
-    def backward(dscores: Tensor, _: Tensor, saved: Tensor, chosen: Tensor) -> Tensor:
-        dlogits = dscores.new_empty(len(dscores), experts)
-        kernels.route_backward(
-            dscores.contiguous(), saved, chosen, dlogits, kind, scaling, NORMALIZER
-        )
-        return dlogits
-
-    return apply_saving(forward, backward, logits)
 
 
 def sort_pairs(ops: Backend, chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:

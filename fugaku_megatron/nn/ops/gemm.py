@@ -54,14 +54,30 @@ def matmul(
     )
 
 
-def data_gradient(ops: Backend, dy: Tensor, weight: Tensor, dx: Tensor) -> None:
-    """Write dy weight to dx (rows, in). dy (rows, out)"""
+def data_gradient(
+    ops: Backend,
+    dy: Tensor,
+    weight: Tensor,
+    dx: Tensor,
+    pre: Tensor | None = None,
+    activation: str | None = None,
+) -> None:
+    """Write dy weight to dx (rows, in). dy (rows, out)
+
+    activation: its derivative at `pre` multiplies the result, native only.
+    """
     if not ops.is_native("gemm"):
         torch.mm(dy, as_float(weight, dy.dtype), out=dx)
         return
-    packed = ops.packed(weight, dy.dtype, transposed=True)
     ops.kernels.linear_data_gradient(
-        dy, weight, dx, packed=packed, fp16_chunk=ops.sum_length(dy), **scales_keyword(weight)
+        dy,
+        weight,
+        dx,
+        pre,
+        activation or "gelu",  # not read without pre
+        packed=ops.packed(weight, dy.dtype, transposed=True),
+        fp16_chunk=ops.sum_length(dy),
+        **scales_keyword(weight),
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...comm.autograd import Saved, apply_saving, gather_sequence, reduce_scatter_sequence
 from ...comm.base import Comm
 from ...config.rows import ACTIVATIONS
-from ..parameter import as_rows, columns_of, gradient_of, is_frozen, matrix, scales_keyword
+from ..parameter import as_rows, columns_of, gradient_of, is_frozen, matrix
 from .activation import Activation, activate, activation_gradient, as_gates, is_fused, kernel
 from .backend import Backend
 from .gemm import data_gradient, matmul, row_count, weight_gradient
@@ -107,16 +107,7 @@ def argument_gradient(
 ) -> None:
     """Write the gradient of pre to dpre, from dy (rows, h)."""
     if is_fused(ops, activation):
-        ops.kernels.linear_data_gradient(
-            dy,
-            weight2,
-            dpre,
-            pre,
-            ACTIVATIONS[activation.name].kernel,
-            packed=ops.packed(weight2, dy.dtype, transposed=True),
-            fp16_chunk=ops.sum_length(dy),
-            **scales_keyword(weight2),
-        )
+        data_gradient(ops, dy, weight2, dpre, pre, ACTIVATIONS[activation.name].kernel)
         return
     dinner = pre.new_empty(len(pre), weight2.shape[1])
     data_gradient(ops, dy, weight2, dinner)
@@ -136,9 +127,7 @@ def add_second_weight_gradient(
     def work() -> None:
         for columns, inner in _column_blocks(pre, weight2.shape[1], whole=False):
             argument = _columns(pre, columns, activation)
-            _add_columns_gradient(
-                ops, dy, argument, inner, gradient_of(weight2)[:, columns], activation
-            )
+            _add_columns_gradient(ops, dy, argument, inner, weight2, columns, activation)
 
     ops.weight_gradients.add(work)
 
@@ -152,26 +141,14 @@ def _overwrite_with_gradient(
     for columns, inner in _column_blocks(pre, weight2.shape[1], whole=packed is not None):
         argument = _columns(pre, columns, activation)
         if not is_frozen(weight2):
-            _add_columns_gradient(
-                ops, dy, argument, inner, gradient_of(weight2)[:, columns], activation
-            )
+            _add_columns_gradient(ops, dy, argument, inner, weight2, columns, activation)
         weight, scales = columns_of(weight2, columns)
-        if row.gated:
-            ops.kernels.linear_data_gradient(
-                dy, weight, inner, packed=packed, fp16_chunk=length, **scales
-            )
-            ops.kernels.gate_backward(inner, argument, argument, row.kernel)
-            continue
+        results = (inner,) if row.gated else (argument, argument, row.kernel)
         ops.kernels.linear_data_gradient(
-            dy,
-            weight,
-            argument,
-            argument,
-            row.kernel,
-            packed=packed,
-            fp16_chunk=length,
-            **scales,
+            dy, weight, *results, packed=packed, fp16_chunk=length, **scales
         )
+        if row.gated:
+            ops.kernels.gate_backward(inner, argument, argument, row.kernel)
 
 
 def _column_blocks(pre: Tensor, width: int, whole: bool) -> Iterator[tuple[slice, Tensor]]:
@@ -196,7 +173,8 @@ def _add_columns_gradient(
     dy: Tensor,
     argument: Tensor,
     inner: Tensor,
-    gradient: Tensor,
+    weight2: Tensor,
+    columns: slice,
     activation: Activation,
 ) -> None:
     row = ACTIVATIONS[activation.name]
@@ -204,4 +182,5 @@ def _add_columns_gradient(
         ops.kernels.gate(argument, inner, row.kernel)
     else:
         ops.kernels.activate(argument, None, inner, row.kernel)
+    gradient = gradient_of(weight2)[:, columns]
     ops.kernels.linear_weight_gradient(dy, inner, gradient, fp16_chunk=ops.sum_length(dy))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,55 +45,10 @@ def rotary(ops: Backend, qkv: Tensor, call: Rotary) -> Tensor:
         return apply_conjugates(
             lambda x: rotate(ops, x, call), lambda dout: rotate(ops, dout, call, inverse=True), qkv
         )
-    if ops.is_native("rowwise"):
-        return _native_rotary_norm(ops.kernels, qkv, _of_rows(call, qkv), norm)
-    return _torch_rotary_norm(qkv, call, norm)
-
-
-def rotate(ops: Backend, qkv: Tensor, call: Rotary, inverse: bool = False) -> Tensor:
-    """Return qkv with its queries and keys rotated, or rotated back, without autograd."""
-    if ops.is_native("rowwise"):
-        return _native_rotated(ops.kernels, qkv, _of_rows(call, qkv), inverse)
-    out = qkv.clone(memory_format=torch.contiguous_format)
-    for part in call.heads.split(out)[:2]:
-        part.copy_(_rotated(part, call, inverse))
-    return out
-
-
-def _of_rows(call: Rotary, qkv: Tensor) -> Rotary:
-    """Return a call with the angles that the kernels take for qkv."""
-    if call.angles is None:
-        empty = qkv.new_empty(2, len(qkv), 0, dtype=torch.float32)
-        return call._replace(angles=(empty[0], empty[1]), positions=None)
-    if call.positions is not None:
-        return call
-    cosines, sines = call.angles
-    return call._replace(angles=(cosines[: len(qkv)], sines[: len(qkv)]))
-
-
-def _heads(qkv: Tensor, call: Rotary) -> Tensor:
-    return qkv.view(*qkv.shape[:2], -1, call.heads.head_size)
-
-
-def _native_rotated(kernels: Any, qkv: Tensor, call: Rotary, inverse: bool) -> Tensor:
-    qkv = qkv.contiguous()
-    out = torch.empty_like(qkv)
-    assert call.angles is not None
-    kernels.rotary(
-        _heads(qkv, call),
-        *call.angles,
-        _heads(out, call),
-        call.heads.queries_per_group,
-        call.interleaved,
-        inverse=inverse,
-        positions=call.positions,
-    )
-    return out
-
-
-def _native_rotary_norm(kernels: Any, qkv: Tensor, call: Rotary, norm: HeadNorms) -> Tensor:
-    assert call.angles is not None
-    angles = call.angles
+    if not ops.is_native("rowwise"):
+        return _torch_rotary_norm(qkv, call, norm)
+    kernels = ops.kernels
+    angles, positions = _of_rows(call, qkv)
     queries_per_group = call.heads.queries_per_group
 
     def forward() -> tuple[Tensor, Saved]:
@@ -108,7 +63,7 @@ def _native_rotary_norm(kernels: Any, qkv: Tensor, call: Rotary, norm: HeadNorms
             queries_per_group,
             norm.epsilon,
             call.interleaved,
-            positions=call.positions,
+            positions=positions,
         )
         # The root mean squares are cheaper to recompute than to save.
         return out, (x,)
@@ -127,11 +82,48 @@ def _native_rotary_norm(kernels: Any, qkv: Tensor, call: Rotary, norm: HeadNorms
             queries_per_group,
             norm.epsilon,
             call.interleaved,
-            positions=call.positions,
+            positions=positions,
         )
         return dx
 
     return apply_saving(forward, backward, qkv)
+
+
+def rotate(ops: Backend, qkv: Tensor, call: Rotary, inverse: bool = False) -> Tensor:
+    """Return qkv with its queries and keys rotated, or rotated back, without autograd."""
+    if not ops.is_native("rowwise"):
+        out = qkv.clone(memory_format=torch.contiguous_format)
+        for part in call.heads.split(out)[:2]:
+            part.copy_(_rotated(part, call, inverse))
+        return out
+    qkv = qkv.contiguous()
+    out = torch.empty_like(qkv)
+    angles, positions = _of_rows(call, qkv)
+    ops.kernels.rotary(
+        _heads(qkv, call),
+        *angles,
+        _heads(out, call),
+        call.heads.queries_per_group,
+        call.interleaved,
+        inverse=inverse,
+        positions=positions,
+    )
+    return out
+
+
+def _of_rows(call: Rotary, qkv: Tensor) -> tuple[Angles, Tensor | None]:
+    """Return the angles and positions that the kernels take for qkv."""
+    if call.angles is None:
+        empty = qkv.new_empty(2, len(qkv), 0, dtype=torch.float32)
+        return (empty[0], empty[1]), None
+    if call.positions is not None:
+        return call.angles, call.positions
+    cosines, sines = call.angles
+    return (cosines[: len(qkv)], sines[: len(qkv)]), None
+
+
+def _heads(qkv: Tensor, call: Rotary) -> Tensor:
+    return qkv.view(*qkv.shape[:2], -1, call.heads.head_size)
 
 
 def _torch_rotary_norm(qkv: Tensor, call: Rotary, norm: HeadNorms) -> Tensor:
