@@ -224,33 +224,17 @@ def shape(name: str, model: ModelConfig, f: int) -> tuple[int, int]:
     """Return (outputs, inputs) for the matrix `name`. f: width of the MLP or expert"""
     h = model.hidden_size
     keys = model.query_groups * model.kv_channels
-    queries = model.query_widths * model.num_attention_heads * model.kv_channels
-    narrow = model.kv_lora_rank + model.qk_pos_emb_head_dim
-    keys_and_values = model.num_attention_heads * (model.qk_head_dim + model.v_head_dim)
     if name in IN_PROJ_PARTS:
         rows = sum(model.key_head_parts[part] for part in IN_PROJ_PARTS[name])
         return model.linear_num_key_heads * rows, h
-    return {
-        "q_proj": (queries, h),
-        Q_PROJ: (queries, h),
-        Q_DOWN: (model.q_lora_rank or 0, h),
-        "q_a_proj": (model.q_lora_rank or 0, h),
-        Q_UP: (queries, model.q_lora_rank or 0),
-        "q_b_proj": (queries, model.q_lora_rank or 0),
-        KV_DOWN: (narrow, h),
-        "kv_a_proj_with_mqa": (narrow, h),
-        KV_UP: (keys_and_values, model.kv_lora_rank),
-        "kv_b_proj": (keys_and_values, model.kv_lora_rank),
+    shapes = {
+        **model.linear_shapes,
+        FC1: (model.fc1_widths * f, h),
+        FC2: (h, f),
         "k_proj": (keys, h),
         "v_proj": (keys, h),
-        QKV: (model.qkv_width, h),
-        "o_proj": (h, model.context_width),
-        PROJ: (h, model.context_width),
         "gate_proj": (f, h),
         "up_proj": (f, h),
-        FC1: (model.fc1_widths * f, h),
-        "down_proj": (h, f),
-        FC2: (h, f),
-        IN_PROJ: (model.delta_width, h),
-        OUT_PROJ: (h, model.delta_values),
-    }[name]
+    }
+    whole = next((linear for linear, names in MATRICES.items() if names == (name,)), name)
+    return shapes[whole]

@@ -43,14 +43,20 @@ from .layer_kinds import (
     EXPERTS_SYMBOL,
     GATED_DELTA_NET,
     GLOBAL,
+    IN_PROJ,
+    KV_DOWN,
+    KV_UP,
     LAYERS,
     LOCAL,
     MIXERS,
     MLP_SYMBOLS,
     MULTI_LATENT_ATTENTION,
+    OUT_PROJ,
+    PROJ,
     Q_DOWN,
     Q_PROJ,
     Q_UP,
+    QKV,
     LayerKind,
     layer_symbols,
     marked_layers,
@@ -728,6 +734,30 @@ class ModelConfig(
                 names |= {*MIXERS[mixer].linears, *MIXERS[mixer].replicated}
         absent = (Q_DOWN, Q_UP) if self.q_lora_rank is None else (Q_PROJ,)
         return frozenset(names.difference(absent))
+
+    @cached_property
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        """(outputs, inputs) of every linear layer that a mixer may have, in the order in which it computes them."""
+        h = self.hidden_size
+        n = self.num_attention_heads
+        rank = self.q_lora_rank or 0
+        queries = self.query_widths * n * self.kv_channels
+        return {
+            QKV: (self.qkv_width, h),
+            Q_PROJ: (queries, h),
+            Q_DOWN: (rank, h),
+            Q_UP: (queries, rank),
+            KV_DOWN: (self.kv_lora_rank + self.qk_pos_emb_head_dim, h),
+            KV_UP: (n * (self.qk_head_dim + self.v_head_dim), self.kv_lora_rank),
+            PROJ: (h, self.context_width),
+            IN_PROJ: (self.delta_width, h),
+            OUT_PROJ: (h, self.delta_values),
+        }
+
+    def mixer_shapes(self, mixer: str) -> dict[str, tuple[int, int]]:
+        """Return (outputs, inputs) of the linear layers of one of the model's mixers."""
+        own = self.mixer_linears.intersection(MIXERS[mixer].linears + MIXERS[mixer].replicated)
+        return {name: shape for name, shape in self.linear_shapes.items() if name in own}
 
     @cached_property
     def has_delta_nets(self) -> bool:

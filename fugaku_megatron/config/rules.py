@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from .fields import check_fields, flag, shortened
@@ -45,26 +47,8 @@ def both_or_neither(name: str, other: str) -> Rule:
     return mistake
 
 
-def at_most(name: str, limit: str) -> Rule:
-    return _compared(name, limit, "above", "lower it", lambda value, other: value <= other)
-
-
-def at_least(name: str, limit: str, remedy: str) -> Rule:
-    return _compared(name, limit, "below", remedy, lambda value, other: value >= other)
-
-
-def above(name: str, limit: str, remedy: str) -> Rule:
-    return _compared(name, limit, "not above", remedy, lambda value, other: value > other)
-
-
-def divisible(name: str, divisor: str, remedy: str) -> Rule:
-    return _compared(
-        name, divisor, "not divisible by", remedy, lambda value, other: value % other == 0
-    )
-
-
 def _compared(
-    name: str, other: str, relation: str, remedy: str, holds: Callable[[Any, Any], bool]
+    name: str, other: str, remedy: str, *, relation: str, holds: Callable[[Any, Any], bool]
 ) -> Rule:
     """Return a rule between two values. relation: between values that break the rule"""
 
@@ -77,6 +61,11 @@ def _compared(
 
     return mistake
 
+
+at_most = partial(_compared, relation="above", holds=operator.le)
+at_least = partial(_compared, relation="below", holds=operator.ge)
+above = partial(_compared, relation="not above", holds=operator.gt)
+divisible = partial(_compared, relation="not divisible by", holds=lambda a, b: a % b == 0)
 
 # Class of a group of RunConfig -> its rules.
 RULES: dict[str, tuple[Rule, ...]] = {
@@ -95,14 +84,14 @@ RULES: dict[str, tuple[Rule, ...]] = {
         above(
             "rope_scaling_high_freq_factor", "rope_scaling_low_freq_factor", "change one of them"
         ),
-        at_most("moe_router_topk", "num_experts"),
+        at_most("moe_router_topk", "num_experts", "lower it"),
         needs("moe_shared_expert_gate", "moe_shared_expert_intermediate_size"),
         both_or_neither("moe_router_num_groups", "moe_router_group_topk"),
         divisible("num_experts", "moe_router_num_groups", "change one"),
-        at_most("moe_router_group_topk", "moe_router_num_groups"),
+        at_most("moe_router_group_topk", "moe_router_num_groups", "lower it"),
         divisible("moe_router_topk", "moe_router_group_topk", "change one"),
         divisible("linear_num_value_heads", "linear_num_key_heads", "change one of them"),
-        at_most("mtp_num_layers", "num_layers"),
+        at_most("mtp_num_layers", "num_layers", "lower it"),
     ),
     "ParallelConfig": (
         one_of("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
@@ -111,8 +100,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "BatchConfig": (one_of("step_batch_size_schedule", "rampup_batch_size"),),
     "OptimizerConfig": (
-        at_most("min_lr", "lr"),
-        at_most("lr_warmup_init", "lr"),
+        at_most("min_lr", "lr", "lower it"),
+        at_most("lr_warmup_init", "lr", "lower it"),
         one_of("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"),
         one_of("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens"),
         # In the forks with --lr-warmup-tokens, it takes precedence over a fraction.
@@ -121,7 +110,10 @@ RULES: dict[str, tuple[Rule, ...]] = {
         ),
         one_of("lr_wsd_decay_iters", "lr_wsd_decay_samples"),
     ),
-    "PrecisionConfig": (one_of("bf16", "fp16"), at_most("min_loss_scale", "initial_loss_scale")),
+    "PrecisionConfig": (
+        one_of("bf16", "fp16"),
+        at_most("min_loss_scale", "initial_loss_scale", "lower it"),
+    ),
     "TrainingConfig": (
         needs("multiple_validation_sets", "full_validation", ", as in Megatron-LM: pass both"),
     ),

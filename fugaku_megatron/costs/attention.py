@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..config.layer_kinds import PROJ, QKV, LayerKind
+from ..config.layer_kinds import ATTENTION, PROJ, QKV, LayerKind
 from ..config.layout import group_copies
 from ..config.model import ModelConfig
 from ..config.parallel import A2A, P2P
@@ -15,7 +15,7 @@ from .context_parallel import attention_messages
 from .layers import typical_layer
 from .mixers import Elementwise, Matrices, MixerCosts, Segments, Shapes
 from .optimizer_states import shared_segments
-from .records import MatmulCollectives, Record, Records, all_reduce
+from .records import Record, Records, all_reduce
 from .sizes import (
     FP32_BYTES,
     context_bytes,
@@ -38,22 +38,15 @@ class AttentionCosts(MixerCosts):
     def records(self, run: RunConfig, cp_comm_type: str, kind: LayerKind | None) -> Records:
         """Return QKV projection, rotary embedding, attention and output projection."""
         model = run.model
-        qkv = model.qkv_width // run.tp
         return (
-            MatmulCollectives.from_run(run).column(
-                QKV,
-                (run.tokens_per_microbatch, qkv, model.hidden_size),
-                bias=qkv if model.qkv_bias else 0,
-                saved_bytes=run.residual_bytes,
-            ),
+            self.projection(run, QKV, bias=model.qkv_bias, saved_bytes=run.residual_bytes),
             *_rotary(run, cp_comm_type, kind or typical_layer(model)),
             attention_record(run, cp_comm_type, kind),
-            output_projection(run),
+            self.projection(run, PROJ, bias=not model.disable_bias_linear),
         )
 
     def shapes(self, model: ModelConfig) -> Shapes:
-        h = model.hidden_size
-        return {QKV: (model.qkv_width, h), PROJ: (h, model.context_width)}
+        return model.mixer_shapes(ATTENTION)
 
     def tensors(self, run: RunConfig) -> dict[str, int]:
         rows = run.tokens_per_microbatch * run.element_bytes
@@ -124,15 +117,6 @@ def output_vectors(run: RunConfig) -> Segments:
     if not model.disable_bias_linear:
         found.append((1, model.hidden_size))
     return found
-
-
-def output_projection(run: RunConfig) -> Record:
-    """Return the projection of the context, whose bias every tensor-parallel rank has."""
-    model = run.model
-    h = model.hidden_size
-    gemm = (run.tokens_per_microbatch, h, model.context_width // run.tp)
-    bias = 0 if model.disable_bias_linear else h
-    return MatmulCollectives.from_run(run).row(PROJ, gemm, bias=bias, replicated=bias)
 
 
 def attention_record(run: RunConfig, cp_comm_type: str, kind: LayerKind | None) -> Record:

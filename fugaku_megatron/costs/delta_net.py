@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..config.layer_kinds import IN_PROJ, OUT_PROJ, LayerKind
+from ..config.layer_kinds import GATED_DELTA_NET, IN_PROJ, OUT_PROJ, LayerKind
 from ..config.model import ModelConfig
 from ..config.run_config import RunConfig
 from ..config.training import CORE_ATTN
 from .mixers import Elementwise, MixerCosts, Segments, Shapes
 from .optimizer_states import shared_segments
-from .records import Collective, Collectives, MatmulCollectives, Record, Records
+from .records import Collective, Collectives, Record, Records
 from .sizes import FP32_BYTES
 
 CHUNK = 64  # tokens that a few matmuls compute together
@@ -58,8 +58,6 @@ class DeltaNetCosts(MixerCosts):
     def records(self, run: RunConfig, cp_comm_type: str, kind: LayerKind | None) -> Records:
         """Exchange heads among ranks that share a sequence, whatever --cp-comm-type says."""
         model = run.model
-        around = MatmulCollectives.from_run(run)
-        h = model.hidden_size
         rows = run.tokens_per_microbatch
         width = model.delta_width // run.tp
         values = model.delta_values // run.tp
@@ -75,7 +73,7 @@ class DeltaNetCosts(MixerCosts):
             )
         flops = rows * heads * _token_flops(model)
         return (
-            around.column(IN_PROJ, (rows, width, h), saved_bytes=run.residual_bytes),
+            self.projection(run, IN_PROJ, saved_bytes=run.residual_bytes),
             Record(
                 name="conv1d",
                 parameters=model.delta_convolved // run.tp * model.linear_conv_kernel_dim,
@@ -95,7 +93,7 @@ class DeltaNetCosts(MixerCosts):
                 backward=messages[::-1],
             ),
             Record(name="gated_norm", parameters=v, replicated=v, of_heads=v, saved_bytes=norm),
-            around.row(OUT_PROJ, (rows, h, values), saved_bytes=rows * values * run.element_bytes),
+            self.projection(run, OUT_PROJ, saved_bytes=rows * values * run.element_bytes),
         )
 
     def recomputed_bytes(self, run: RunConfig, kind: LayerKind) -> int:
@@ -106,8 +104,7 @@ class DeltaNetCosts(MixerCosts):
         return sum(_mixed_bytes(run)) - run.tokens_per_microbatch * width * run.element_bytes
 
     def shapes(self, model: ModelConfig) -> Shapes:
-        h = model.hidden_size
-        return {IN_PROJ: (model.delta_width, h), OUT_PROJ: (h, model.delta_values)}
+        return model.mixer_shapes(GATED_DELTA_NET)
 
     def elementwise(self, run: RunConfig, sizes: Mapping[str, int], kind: LayerKind) -> Elementwise:
         """Return the parts cut out of the projection, the convolution, the order of heads and the norm."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 
 from ..config.layer_kinds import LayerKind
@@ -130,16 +130,8 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return (
-            self.weights
-            + self.gradients
-            + self.optimizer
-            + self.activations
-            + self.logits
-            + self.saving
-            + self.copies
-            - self.reused
-        )
+        each: tuple[int, ...] = astuple(self)
+        return sum(each) - 2 * self.reused
 
 
 def data_index_bytes(run: RunConfig, samples: int) -> int:

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pkgutil import resolve_name
 from typing import NamedTuple
 
-from ..config.layer_kinds import MIXERS, LayerKind, replicated
+from ..config.layer_kinds import MIXERS, LayerKind, replicated, row_parallel
 from ..config.model import ModelConfig
 from ..config.run_config import RunConfig
-from .records import Records
+from .records import MatmulCollectives, Record, Records, linear
 
 Matrices = list[tuple[int, int, int]]  # (how many, rows, columns)
 Shapes = dict[str, tuple[int, int]]  # linear layer -> (outputs, inputs)
@@ -35,6 +35,25 @@ class MixerCosts(ABC):
     @abstractmethod
     def shapes(self, model: ModelConfig) -> Shapes:
         """Return the linear layers with their sizes in the whole model; the last is the output projection."""
+
+    def projection(
+        self, run: RunConfig, name: str, bias: bool = False, saved_bytes: int = 0
+    ) -> Record:
+        """Return the matmul of one of `shapes` on a rank. saved_bytes: of its input"""
+        outputs, inputs = self.shapes(run.model)[name]
+        rows = run.tokens_per_microbatch
+        if name in replicated():
+            gemm = (rows // run.sequence_shards, outputs, inputs)
+            return linear(name, gemm, saved_bytes=saved_bytes, replicated=outputs * inputs)
+        if name in row_parallel():
+            gemm = (rows, outputs, inputs // run.tp)
+            whole = outputs if bias else 0  # every tensor-parallel rank has it
+            around = MatmulCollectives.from_run(run)
+            return around.row(name, gemm, bias=whole, replicated=whole, saved_bytes=saved_bytes)
+        own = outputs // run.tp
+        around = MatmulCollectives.from_run(run, rows * inputs * run.element_bytes)
+        own_bias = own if bias else 0
+        return around.column(name, (rows, own, inputs), bias=own_bias, saved_bytes=saved_bytes)
 
     def tensors(self, run: RunConfig) -> dict[str, int]:
         """Return the bytes between the projections: of the first result, the last argument, and scores."""

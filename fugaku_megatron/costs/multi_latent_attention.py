@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ..config.layer_kinds import KV_DOWN, KV_UP, PROJ, Q_DOWN, Q_PROJ, Q_UP, LayerKind, replicated
+from ..config.layer_kinds import (
+    KV_UP,
+    MULTI_LATENT_ATTENTION,
+    PROJ,
+    Q_PROJ,
+    Q_UP,
+    LayerKind,
+    replicated,
+)
 from ..config.model import ModelConfig
 from ..config.parallel import A2A
 from ..config.run_config import RunConfig
@@ -16,12 +24,11 @@ from .attention import (
     AttentionCosts,
     attention_record,
     cache_slots,
-    output_projection,
     output_vectors,
 )
 from .layers import norm_record
 from .mixers import Elementwise, Segments, Shapes
-from .records import Collective, Collectives, MatmulCollectives, Record, Records, all_reduce, linear
+from .records import Collective, Collectives, Record, Records, all_reduce
 from .sizes import context_bytes, qkv_bytes
 
 _NORMS = {Q_UP: "q_layernorm", KV_UP: "kv_layernorm"}  # before these projections
@@ -36,38 +43,25 @@ class LatentAttentionCosts(AttentionCosts):
             *self._projections(run),
             _rotation(run),
             attention_record(run, cp_comm_type, kind),
-            output_projection(run),
+            self.projection(run, PROJ, bias=not run.model.disable_bias_linear),
         )
 
     def _projections(self, run: RunConfig) -> Iterator[Record]:
         """Yield the projections before attention and their norms. The first saves the layer's input."""
-        rows = run.tokens_per_microbatch
         saved = run.residual_bytes
-        for name, (outputs, inputs) in self.shapes(run.model).items():
-            if name in replicated():
-                gemm = (rows // run.sequence_shards, outputs, inputs)
-                yield linear(name, gemm, saved_bytes=saved, replicated=outputs * inputs)
-            elif name == Q_PROJ:
-                gemm = (rows, outputs // run.tp, inputs)
-                yield MatmulCollectives.from_run(run).column(name, gemm, saved_bytes=saved)
-            elif name in _NORMS:
-                yield from _widened(run, name, outputs, inputs)
+        for name, (_, inputs) in self.shapes(run.model).items():
+            if name in _NORMS:
+                own = run.tokens_per_microbatch // run.sequence_shards
+                saved = own * inputs * run.element_bytes
+                if run.model.qk_layernorm:
+                    yield norm_record(_NORMS[name], run, inputs)
+            if name != PROJ:
+                yield self.projection(run, name, saved_bytes=saved)
             saved = 0
 
     def shapes(self, model: ModelConfig) -> Shapes:
         """Return the projections to and from narrow vectors; without --q-lora-rank queries have one projection."""
-        h = model.hidden_size
-        n = model.num_attention_heads
-        of_queries = n * model.kv_channels
-        found: Shapes = {Q_PROJ: (of_queries, h)}
-        if model.q_lora_rank is not None:
-            found = {Q_DOWN: (model.q_lora_rank, h), Q_UP: (of_queries, model.q_lora_rank)}
-        return {
-            **found,
-            KV_DOWN: (model.kv_lora_rank + model.qk_pos_emb_head_dim, h),
-            KV_UP: (n * (model.qk_head_dim + model.v_head_dim), model.kv_lora_rank),
-            PROJ: (h, model.context_width),
-        }
+        return model.mixer_shapes(MULTI_LATENT_ATTENTION)
 
     def elementwise(self, run: RunConfig, sizes: Mapping[str, int], kind: LayerKind) -> Elementwise:
         """Return the copies into the layout of attention's kernels, and the rotation of a part of each head."""
@@ -115,18 +109,6 @@ class LatentAttentionCosts(AttentionCosts):
                 if width is not None:
                     found.append((model.norm.vectors, width))
         return found + output_vectors(run)
-
-
-def _widened(run: RunConfig, name: str, outputs: int, width: int) -> Records:
-    """Return the norm of a narrow vector, and the projection from it to this rank's heads."""
-    rows = run.tokens_per_microbatch
-    own = rows // run.sequence_shards
-    around = MatmulCollectives.from_run(run, rows * width * run.element_bytes)
-    saved = own * width * run.element_bytes
-    up = around.column(name, (rows, outputs // run.tp, width), saved_bytes=saved)
-    if not run.model.qk_layernorm:
-        return (up,)
-    return norm_record(_NORMS[name], run, width), up
 
 
 def _rotation(run: RunConfig) -> Record:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from ..config.freezing import EXPERTS
-from ..config.layer_kinds import LayerKind, column_parallel, replicated
+from ..config.layer_kinds import LayerKind, column_parallel, replicated, row_parallel
 from ..config.model import ModelConfig
 from ..config.optimizer import MOMENT_BLOCK
 from ..config.rows import ACTIVATIONS, MLP_OF_EXPERTS
@@ -47,38 +47,33 @@ def shared_segments(
     return outer * (rows // ranks // unit), unit * inner
 
 
-def _split_outputs(model: ModelConfig, linear: Linear, columns: int) -> tuple[int, int]:
+def _of_outputs(model: ModelConfig, linear: Linear, inner: int) -> tuple[int, int]:
+    """Return a rank's segments of a tensor (experts, widths, outputs, inner) next to a linear layer."""
+    if linear.name not in column_parallel():
+        return linear.experts, linear.outputs * inner
     outer = linear.experts * linear.widths
-    return shared_segments(model, linear.outputs, linear.ranks, inner=columns, outer=outer)
+    return shared_segments(model, linear.outputs, linear.ranks, inner=inner, outer=outer)
+
+
+def _of_inputs(model: ModelConfig, linear: Linear, outer: int) -> tuple[int, int]:
+    """Return a rank's segments of a tensor (experts, outer, inputs) next to a linear layer."""
+    if linear.name not in row_parallel():
+        return linear.experts, outer * linear.inputs
+    return shared_segments(model, linear.inputs, linear.ranks, outer=linear.experts * outer)
 
 
 def _weight(model: ModelConfig, linear: Linear) -> Segments:
-    if linear.name in replicated():
-        return [(1, linear.outputs * linear.inputs)]
-    if linear.name in column_parallel():
-        return [_split_outputs(model, linear, linear.inputs)]
-    outer = linear.experts * linear.outputs
-    return [shared_segments(model, linear.inputs, linear.ranks, outer=outer)]
-
-
-def _expert_bias(model: ModelConfig, linear: Linear) -> tuple[int, int]:
-    if linear.name in column_parallel():
-        return _split_outputs(model, linear, 1)
-    return linear.experts, linear.outputs
+    if linear.name in row_parallel():
+        return [_of_inputs(model, linear, linear.outputs)]
+    return [_of_outputs(model, linear, linear.inputs)]
 
 
 def _adapters(run: RunConfig, linear: Linear) -> Segments:
-    model = run.model
     rank = run.lora.rank
-    rows = len(run.lora.parts(linear.name, model)) * rank
+    rows = len(run.lora.parts(linear.name, run.model)) * rank
     if not rows:
         return []
-    if linear.name in replicated():
-        return [(1, rows * linear.inputs), (1, linear.outputs * rank)]
-    if linear.name in column_parallel():
-        return [(linear.experts, rows * linear.inputs), _split_outputs(model, linear, rank)]
-    down = shared_segments(model, linear.inputs, linear.ranks, outer=linear.experts * rows)
-    return [down, (linear.experts, linear.outputs * rank)]
+    return [_of_inputs(run.model, linear, rows), _of_outputs(run.model, linear, rank)]
 
 
 def _router(model: ModelConfig) -> Segments:
@@ -111,7 +106,7 @@ def layer_segments(run: RunConfig, kind: LayerKind) -> tuple[Segments, Segments]
         segments = divided if linear.divided else others
         segments += _adapters(run, linear) if run.lora.on else _weight(model, linear)
         if linear.in_experts and not run.lora.on and not model.disable_bias_linear:
-            segments.append(_expert_bias(model, linear))
+            segments.append(_of_outputs(model, linear, 1))
     if run.lora.on:
         return divided, others
     norms = model.layer_norms
