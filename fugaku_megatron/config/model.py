@@ -785,12 +785,16 @@ class ModelConfig(
         """True if backward reads an MLP's result or, after the MLP's backward, its input."""
         return self.norms_around.after or self.parallel_shared_norm
 
-    @cached_property
-    def layer_norms(self) -> int:
-        """Norms of h elements in a layer with an attention and an MLP."""
-        if self.parallel_shared_norm:
-            return 1
-        return 2 * sum(self.norms_around)
+    def norms_of(self, kind: LayerKind) -> tuple[str, ...]:
+        """Return the names of a layer's norms of h elements."""
+        before, after = self.norms_around
+        present = {
+            "input_layernorm": before and kind.mixer is not None,
+            "post_self_attn_layernorm": after and kind.mixer is not None,
+            "pre_mlp_layernorm": before and kind.mlp is not None and not self.parallel_shared_norm,
+            "post_mlp_layernorm": after and kind.mlp is not None,
+        }
+        return tuple(name for name, is_present in present.items() if is_present)
 
     @cached_property
     def residual_parts(self) -> int:

@@ -39,27 +39,6 @@ def norm_record(name: str, run: RunConfig, width: int | None = None) -> Record:
     )
 
 
-Norms = tuple[list[Record], list[Record]]  # before and after attention or the MLP
-
-
-def _layer_norms(run: RunConfig) -> tuple[Norms, Norms]:
-    before, after = run.model.norms_around
-
-    def norm_if(present: bool, name: str) -> list[Record]:
-        return [norm_record(name, run)] if present else []
-
-    shared = run.model.parallel_shared_norm
-    around_attention = (
-        norm_if(before, "input_layernorm"),
-        norm_if(after, "post_self_attn_layernorm"),
-    )
-    mlp_input = norm_if(before and not shared, "pre_mlp_layernorm")
-    if run.model.parallel_residual:  # both norms read the same input
-        kept = run.residual_bytes
-        mlp_input = [replace(each, saved_bytes=each.saved_bytes - kept) for each in mlp_input]
-    return around_attention, (mlp_input, norm_if(after, "post_mlp_layernorm"))
-
-
 @lru_cache(maxsize=64)  # searches repeat the same runs
 def layer_records(
     run: RunConfig, kind: LayerKind | None = None, cp_comm_type: str | None = None
@@ -69,14 +48,25 @@ def layer_records(
     kind: None: `typical_layer`, with the mean visible share of all layers.
     """
     each = kind or typical_layer(run.model)
-    around_mixer, around_mlp = _layer_norms(run)
+    norms = run.model.norms_of(each)
+
+    def norm_if_present(name: str) -> Records:
+        return (norm_record(name, run),) if name in norms else ()
+
     records: Records = ()
     if each.mixer is not None:
         comm_type = cp_comm_type or run.typical_cp_comm_type
-        mixer = mixer_costs(each.mixer).records(run, comm_type, kind)
-        records = (*around_mixer[0], *mixer, *around_mixer[1])
+        records = (
+            *norm_if_present("input_layernorm"),
+            *mixer_costs(each.mixer).records(run, comm_type, kind),
+            *norm_if_present("post_self_attn_layernorm"),
+        )
     if each.mlp is not None:
-        records += (*around_mlp[0], *_mlp(run, each.mlp), *around_mlp[1])
+        before = norm_if_present("pre_mlp_layernorm")
+        if run.model.parallel_residual:  # both norms read the same input
+            kept = run.residual_bytes
+            before = tuple(replace(r, saved_bytes=r.saved_bytes - kept) for r in before)
+        records += (*before, *_mlp(run, each.mlp), *norm_if_present("post_mlp_layernorm"))
     if each.predicts:
         records = _prediction(run, records)
     if run.freezing.has(EXPERTS):

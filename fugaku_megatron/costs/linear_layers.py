@@ -43,34 +43,36 @@ class Linear(NamedTuple):
 
 def linears(run: RunConfig, kind: LayerKind) -> list[Linear]:
     layers: list[Linear] = []
-    if kind.predicts:
-        h = run.model.hidden_size
-        layers.append(Linear(EH_PROJ, 1, h, 2 * h, run.tp))
     if kind.mixer is not None:
         shapes = mixer_costs(kind.mixer).shapes(run.model)
         for name, (outputs, inputs) in shapes.items():
             ranks = 1 if name in replicated() else run.tp
             layers.append(Linear(name, 1, outputs, inputs, ranks))
-    return layers if kind.mlp is None else [*layers, *mlp_linears(run, kind.mlp)]
+    return layers + other_linears(run, kind)
 
 
-def mlp_linears(run: RunConfig, mlp: str) -> list[Linear]:
-    """Return one rank's linear layers in an MLP, or in routed and shared experts. mlp: as in `ModelConfig.mlps`"""
+def other_linears(run: RunConfig, kind: LayerKind) -> list[Linear]:
+    """Return one rank's linear layers outside the mixer: of an MTP module, and in an MLP, or in routed and shared experts."""
     model = run.model
     h = model.hidden_size
-    if mlp != MLP_OF_EXPERTS:
-        f = model.ffn_hidden_size
-        return [Linear(FC1, model.fc1_widths, f, h, run.tp), Linear(FC2, 1, h, f, run.tp)]
+    layers: list[Linear] = []
+    if kind.predicts:
+        layers.append(Linear(EH_PROJ, 1, h, 2 * h, run.tp))
+
+    def add_mlp(f: int, ranks: int, experts: tuple[int, bool, bool] = (1, False, False)) -> None:
+        layers.append(Linear(FC1, model.fc1_widths, f, h, ranks, *experts))
+        layers.append(Linear(FC2, 1, h, f, ranks, *experts))
+
+    if kind.mlp is None:
+        return layers
+    if kind.mlp != MLP_OF_EXPERTS:
+        add_mlp(model.ffn_hidden_size, run.tp)
+        return layers
     division = Division.of(run)
     experts = ((model.num_experts or 0) // division.ep, division.divided, True)
-    f = model.moe_ffn_hidden_size or 0
-    layers = [
-        Linear(FC1, model.fc1_widths, f, h, division.etp, *experts),
-        Linear(FC2, 1, h, f, division.etp, *experts),
-    ]
+    add_mlp(model.moe_ffn_hidden_size or 0, division.etp, experts)
     if shared := model.moe_shared_expert_intermediate_size:
-        layers.append(Linear(FC1, model.fc1_widths, shared, h, run.tp))
-        layers.append(Linear(FC2, 1, h, shared, run.tp))
+        add_mlp(shared, run.tp)
     return layers
 
 

@@ -21,7 +21,7 @@ from ..config.rows import ACTIVATIONS, MLP_OF_EXPERTS
 from ..config.run_config import RunConfig
 from .freezing import frozen_layers, without_first
 from .layers import per_layer
-from .linear_layers import Linear, linears, mlp_linears
+from .linear_layers import Linear, linears, other_linears
 from .mixers import Matrices, Segments, mixer_costs
 from .sizes import padded_vocab_size, vocabulary_rows
 from .stages import EMBEDDING, HEAD, TIED, Unit, holds_tied_copy, is_frozen, stage_layers, units
@@ -109,11 +109,7 @@ def layer_segments(run: RunConfig, kind: LayerKind) -> tuple[Segments, Segments]
             segments.append(_of_outputs(model, linear, 1))
     if run.lora.on:
         return divided, others
-    norms = model.layer_norms
-    if None in (kind.mixer, kind.mlp):
-        norms = sum(model.norms_around)
-    if kind.predicts:
-        norms += 3
+    norms = len(model.norms_of(kind)) + 3 * kind.predicts
     others += [(norms * model.norm.vectors, model.hidden_size)]
     if kind.mixer is not None:
         others += mixer_costs(kind.mixer).vectors(run)
@@ -171,9 +167,7 @@ def layer_matrices(run: RunConfig, kind: LayerKind) -> tuple[Matrices, Matrices]
     """Return the whole matrices of a layer: (divided experts, others)."""
     divided: Matrices = []
     others = [] if kind.mixer is None else mixer_costs(kind.mixer).matrices(run)
-    if kind.predicts:
-        others.append((1, run.model.hidden_size, 2 * run.model.hidden_size))
-    for linear in [] if kind.mlp is None else mlp_linears(run, kind.mlp):
+    for linear in other_linears(run, kind):
         if linear.in_experts and run.freezing.has(EXPERTS):
             continue
         count = run.model.num_experts or 0 if linear.in_experts else 1

@@ -96,7 +96,7 @@ class Adapter(nn.Module):
         self.divided = divided
         self.linear = name.rsplit(".", 1)[-1]
         self.parts = parts
-        self.lora: LoraConfig = context.lora
+        self.lora: LoraConfig = context.run.lora
         self.stream = STREAMS + zlib.crc32(name.encode())
         rank = self.lora.rank
         make = partial(context.parameter, experts=bool(experts), frozen=False)

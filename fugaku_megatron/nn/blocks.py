@@ -112,21 +112,18 @@ class TransformerLayer(nn.Module):
         self.layer = layer
         self.context = context
 
-        def norm_if(present: bool, norm: str) -> Norm | None:
-            return make_norm(f"{name}.{norm}", context) if present else None
+        norms = model.norms_of(kind)
 
-        before = model.norms_around.before and kind.mixer is not None
-        after = model.norms_around.after and kind.mixer is not None
-        self.input_layernorm = norm_if(before, "input_layernorm")
+        def norm_if_present(norm: str) -> Norm | None:
+            return make_norm(f"{name}.{norm}", context) if norm in norms else None
+
+        self.input_layernorm = norm_if_present("input_layernorm")
         self.self_attention: Any = None
         if kind.mixer is not None:
             mixer = resolve_name(MIXERS[kind.mixer].layer)
             self.self_attention = mixer(f"{name}.self_attention", layer, context)
-        self.post_self_attn_layernorm = norm_if(after, "post_self_attn_layernorm")
-        before = model.norms_around.before and kind.mlp is not None
-        after = model.norms_around.after and kind.mlp is not None
-        shared = model.parallel_shared_norm
-        self.pre_mlp_layernorm = norm_if(before and not shared, "pre_mlp_layernorm")
+        self.post_self_attn_layernorm = norm_if_present("post_self_attn_layernorm")
+        self.pre_mlp_layernorm = norm_if_present("pre_mlp_layernorm")
         self.mlp: Any = None
         if kind.mlp is not None:
             mlp: type[nn.Module] = MLP
@@ -134,7 +131,7 @@ class TransformerLayer(nn.Module):
                 # By name, because its module imports this one.
                 mlp = resolve_name("fugaku_megatron.nn.experts:Experts")
             self.mlp = mlp(f"{name}.mlp", context)
-        self.post_mlp_layernorm = norm_if(after, "post_mlp_layernorm")
+        self.post_mlp_layernorm = norm_if_present("post_mlp_layernorm")
 
     def _scaled(self, out: Tensor, norm: Norm | None) -> Tensor:
         """Return the output of attention or the MLP as it is added to the residual."""

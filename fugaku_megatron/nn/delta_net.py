@@ -140,17 +140,13 @@ class GatedDeltaNet(nn.Module):
     ) -> Tensor:
         """Compute several new tokens of samples, and store their last states."""
         ops = self.context.ops
-        prompts = zip(
-            rows.samples.tolist(),
-            *(x.split(rows.lengths) for x in (convolved, *gates)),
-            strict=True,
-        )
         outs = []
-        for sample, x, decay, beta in prompts:
+        for sample, _, own in rows.of_samples():
             earlier = state.inputs[sample].unsqueeze(1)
             before = state.states[sample].unsqueeze(0)
+            x = convolved[own]
             qkv = ops.causal_convolution(x, self.conv1d, earlier=earlier)
-            own_gates = DeltaGates(decay, beta)
+            own_gates = DeltaGates(*(gate[own] for gate in gates))
             out, last = ops.gated_delta_rule(qkv, own_gates, self.heads, state=before)
             state.store(sample, x, last)
             outs.append(out)
@@ -159,6 +155,6 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """Apply the layer, (s, b, h) -> (s, b, h)."""
         projected = self.in_proj(x, forward_pass)
-        mixed = self.context.run(CORE_ATTN, self.mix, projected, forward_pass)
+        mixed = self.context.recomputed(CORE_ATTN, self.mix, projected, forward_pass)
         out: Tensor = self.out_proj(mixed, forward_pass)
         return out

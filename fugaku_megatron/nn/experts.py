@@ -340,8 +340,8 @@ class Experts(nn.Module):
             x = x.detach().requires_grad_()  # nothing below is trained: the graph begins here
         context = self.context
         scores, chosen = self.router(x, forward_pass)
-        if context.ep is not None and context.etp is not None:
-            return self._exchanged(x, scores, chosen, forward_pass, context.ep, context.etp)
+        if context.expert_groups is not None:
+            return self._exchanged(x, scores, chosen, forward_pass, *context.expert_groups)
         whole = context.whole_sequence(x)
         scores = context.whole_sequence(scores)
         chosen = gather_sequence(chosen, context.sequence)
@@ -380,7 +380,7 @@ class Experts(nn.Module):
             experts.linear_fc2.weight,
             experts.linear_fc2.bias,
             Activation.of(context.model),
-            (context.etp or context.tp).size,
+            context.run.etp,
         )
         ops = experts.ops(context.ops)
         return _sum_of_experts(ops, x, scores, order, weights, forward_pass.needs_values)

@@ -23,12 +23,11 @@ from ..comm.autograd import (
     reduce_scatter_to_sequence_parallel,
 )
 from ..comm.base import Comm
-from ..comm.grid import ALONE
-from ..config.freezing import FreezingConfig
-from ..config.lora import LoraConfig
+from ..comm.grid import Groups
 from ..config.model import ModelConfig
 from ..config.parallel import A2A
-from ..config.training import CORE_ATTN, SELECTIVE
+from ..config.run_config import RunConfig
+from ..config.training import SELECTIVE
 from ..costs.records import overlap_blocks
 from .adapters import INPUTS, OUTPUTS, Adapter
 from .attention.context_parallel import own_segments, to_rank_order, to_sequence_order
@@ -49,40 +48,42 @@ MakeParameter = Callable[..., ModelParameter]  # as `Context.parameter`
 
 @dataclass(frozen=True)
 class Context:
-    """Settings and communicators with which every layer of a stage is built.
+    """Run, communicators and operations with which every layer of a stage is built.
 
-    sequence_parallel: shard the activations between tensor-parallel matmuls by sequence; no effect with one rank.
-    tp_comm_overlap: send these shards while matmuls run.
-    lora: if on, weights are frozen and adapters are trained.
-    freezing: parts of the model that are frozen otherwise.
-    ep, etp: ranks with different experts, and ranks that share each expert; None if experts are not divided.
-    cp: ranks that share each sequence; s is then this rank's length.
-    cp_comm_types: --cp-comm-type of each layer.
-    decays_qk_layernorm: weight decay applies to norms of queries and keys.
-    recompute_modules: that selective recompute repeats.
+    Ranks in `groups.cp` share each sequence; s is then this rank's length.
     """
 
-    model: ModelConfig
-    tp: Comm
+    run: RunConfig
+    groups: Groups
     ops: Ops
-    seed: int
-    sequence_parallel: bool = False
-    tp_comm_overlap: bool = False
-    lora: LoraConfig = LoraConfig()
-    freezing: FreezingConfig = FreezingConfig()
-    ep: Comm | None = None
-    etp: Comm | None = None
-    cp: Comm = ALONE
-    cp_comm_types: tuple[str, ...] = ()
-    decays_qk_layernorm: bool = False
-    recompute_modules: tuple[str, ...] = (CORE_ATTN,)
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.run.model
+
+    @property
+    def tp(self) -> Comm:
+        return self.groups.tp
+
+    @property
+    def cp(self) -> Comm:
+        return self.groups.cp
+
+    @property
+    def seed(self) -> int:
+        return self.run.training.seed
+
+    @property
+    def expert_groups(self) -> tuple[Comm, Comm] | None:
+        """Ranks with different experts, and ranks that share each expert; None if experts are not divided."""
+        return (self.groups.ep, self.groups.etp) if self.run.parallel.divides_experts else None
 
     def recomputes(self, module: str, x: Tensor, forward_pass: Pass) -> bool:
         """Return True if backward repeats a module with input x. Below the lowest adapter there is no backward."""
         selective = forward_pass.recompute == SELECTIVE
-        return selective and module in self.recompute_modules and x.requires_grad
+        return selective and module in self.run.training.recompute_modules and x.requires_grad
 
-    def run(
+    def recomputed(
         self, module: str, function: Callable[..., Tensor], x: Tensor, forward_pass: Pass
     ) -> Tensor:
         """Return function(x, forward_pass), which selective recompute of the module repeats in backward."""
@@ -91,12 +92,12 @@ class Context:
         return function(x, forward_pass)
 
     def cp_comm_type(self, layer: int) -> str:
-        return self.cp_comm_types[layer - 1] if self.cp_comm_types else A2A
+        return self.run.cp_comm_types[layer - 1] if self.cp.size > 1 else A2A
 
     @property
     def sequence(self) -> Comm | None:
         """Tensor-parallel ranks that shard the sequence, or None."""
-        return self.tp if self.sequence_parallel and self.tp.size > 1 else None
+        return self.tp if self.run.parallel.sequence_parallel and self.tp.size > 1 else None
 
     @property
     def sequence_shares(self) -> int:
@@ -137,7 +138,7 @@ class Context:
 
     @property
     def blocks(self) -> RowBlocks | None:
-        if not self.tp_comm_overlap or self.sequence is None:
+        if not self.run.parallel.tp_comm_overlap or self.sequence is None:
             return None
         return RowBlocks(self.tp, self.ops.kernels, overlap_blocks(self.tp.size))
 
@@ -171,8 +172,10 @@ class Context:
         experts: (e, ...) of every expert. Partial gradients of a parameter replicated over `etp` are all-reduced there.
         traits: fields of the spec, if not as in the run's layers: sequence_parallel, decays, balances, quantized
         """
-        tp = (self.etp or self.tp) if experts else self.tp
-        ep = self.ep if experts else None
+        tp = self.tp
+        ep = None
+        if experts and self.expert_groups is not None:
+            ep, tp = self.expert_groups
         shards_rows = tp.size > 1 if experts else self.sequence is not None
         local = list(shape)
         offset = [0] * len(shape)
@@ -201,7 +204,8 @@ class Context:
             expert=ep is not None,
             **{
                 "sequence_parallel": shards_rows and partition_dim is None,
-                "frozen": self.lora.on or self.freezing.holds(init_name or name, self.model),
+                "frozen": self.run.lora.on
+                or self.run.freezing.holds(init_name or name, self.model),
                 **traits,
             },
         )
@@ -298,13 +302,13 @@ class LinearLayer(nn.Module):
             (*rows, inputs),
             dims[divided],
             context.output_std if divided == INPUTS else model.init_method_std,
-            quantized=context.lora.base_in_int8,
+            quantized=context.run.lora.base_in_int8,
         )
         self.bias = None
         if bias:
             self.bias = make(f"{name}.bias", rows, dims[divided] if divided == OUTPUTS else None)
         self.adapter: Adapter | None = None
-        if parts := context.lora.parts(name.rsplit(".", 1)[-1], model):
+        if parts := context.run.lora.parts(name.rsplit(".", 1)[-1], model):
             self.adapter = Adapter(name, parts, inputs, outputs, divided, context, experts)
 
 

@@ -42,29 +42,12 @@ class Stage(nn.Module):
 
     def __init__(self, run: RunConfig, groups: Groups, ops: Ops) -> None:
         super().__init__()
-        tp = groups.tp
         self.placement = run.placement
         self.ops = ops
         self.tied = run.model.tied and not run.freezes_embedding
         self.freezes_embedding = run.freezes_embedding
         self.predicts = run.model.predictions > 0
-        parallel = run.parallel
-        context = Context(
-            run.model,
-            tp,
-            ops=ops,
-            seed=run.training.seed,
-            sequence_parallel=parallel.sequence_parallel,
-            tp_comm_overlap=parallel.tp_comm_overlap,
-            lora=run.lora,
-            freezing=run.freezing,
-            ep=groups.ep if parallel.divides_experts else None,
-            etp=groups.etp if parallel.divides_experts else None,
-            cp=groups.cp,
-            cp_comm_types=run.cp_comm_types if groups.cp.size > 1 else (),
-            decays_qk_layernorm=run.optimizer.apply_wd_to_qk_layernorm,
-            recompute_modules=run.training.recompute_modules,
-        )
+        context = Context(run, groups, ops)
         rows = memory.logits_rows(run)
         self.chunks: Any = nn.ModuleList(
             Chunk(run, virtual_stage, context, rows)
@@ -235,7 +218,7 @@ class Chunk(nn.Module):
             first = self.frozen_layers
             x = self.run_layers(x, replace(forward_pass, needs_values=True), 0, first)
             # Adapters need no gradient of the first layer's input, except for a recompute.
-            if first < len(self.layers) and (groups or not self.context.lora.on):
+            if first < len(self.layers) and (groups or not self.context.run.lora.on):
                 x = x.detach().requires_grad_()
         for group in groups:
             if group.stop <= first:

@@ -191,7 +191,7 @@ def _around_parts(
         work += Work(**mixer_costs(kind.mixer).elementwise(run, sizes, kind)._asdict())
     if run.model.residual_multiplier != 1.0:
         work += Work(moved=4.0 * sizes["hidden"], calls=2, allocations=((sizes["hidden"], 2),))
-    more = max(0, run.model.layer_norms - 2)
+    more = max(0, 2 * sum(run.model.norms_around) - 2)
     if more:
         moved = 2.0 * more * sizes["hidden"]
         work += Work(moved=moved, calls=more, allocations=((sizes["hidden"], more),))

@@ -1,12 +1,14 @@
 """Layers over 1, 2 and 4 tensor-parallel ranks: the same initial weights, outputs and gradients, with dropout and recompute."""
 
 from collections.abc import Callable
+from itertools import repeat
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from fugaku_megatron.comm.base import SoloComm
+from fugaku_megatron.comm.grid import ALONE, Groups
 from fugaku_megatron.host import kernels
 from fugaku_megatron.nn import blocks, layers
 from fugaku_megatron.nn.attention.self_attention import SelfAttention
@@ -22,10 +24,6 @@ S = 6
 B = 3
 H = 32
 SEED = 11
-
-
-def model(**changes):
-    return small_run(seq_length=S, **changes).model
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -45,7 +43,8 @@ LAYERS: dict[str, Callable[[layers.Context], nn.Module]] = {
 
 
 def context(tp, **changes) -> layers.Context:
-    return layers.Context(model(init_method_std=0.2, **changes), tp, Ops.build(), SEED)
+    run = small_run(seq_length=S, seed=SEED, init_method_std=0.2, **changes)
+    return layers.Context(run, Groups(SoloComm(), tp, *repeat(ALONE, 3)), Ops.build())
 
 
 def build(name: str, tp, **changes) -> tuple[nn.Module, FlatParameters]:

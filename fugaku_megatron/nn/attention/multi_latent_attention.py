@@ -113,7 +113,7 @@ class MultiLatentAttention(Attention):
             qkv = to_heads()
             again = self.context.recomputes(MLA_UP_PROJ, qkv, forward_pass)
             with rebuilt(qkv, to_heads) if again else nullcontext():
-                context = self.context.run(CORE_ATTN, self.attend, qkv, forward_pass)
+                context = self.context.recomputed(CORE_ATTN, self.attend, qkv, forward_pass)
         elif rows.one_each and self.linear_kv_up_proj.adapter is None:
             context = self._decode_latents(of_queries, of_keys, shared_key, forward_pass)
         else:

@@ -236,7 +236,7 @@ class SelfAttention(Attention):
         """
         context = self.context
         size = context.model.kv_channels
-        make = partial(context.parameter, decays=context.decays_qk_layernorm)
+        make = partial(context.parameter, decays=context.run.optimizer.apply_wd_to_qk_layernorm)
         if context.model.qk_layernorm_all_heads:
             return inner_norm(name, context, heads * size, partial(make, partition_dim=0))
         return inner_norm(name, context, size, partial(make, sequence_parallel=True))
@@ -284,7 +284,7 @@ class SelfAttention(Attention):
         gates = None
         if self.context.model.attention_output_gate:
             qkv, gates = split_gate(qkv, self.own_heads)
-        context = self.context.run(CORE_ATTN, self.attend, qkv, forward_pass)
+        context = self.context.recomputed(CORE_ATTN, self.attend, qkv, forward_pass)
         if gates is not None:
             context = gated(context, gates)
         projected: Tensor = self.linear_proj(context, forward_pass)
