@@ -18,6 +18,7 @@ from .forward_context import Pass
 from .layers import (
     ColumnParallelLinear,
     Context,
+    Layer,
     Norm,
     RowParallelLinear,
     hidden_dropout,
@@ -32,13 +33,12 @@ def make_norm(name: str, context: Context) -> Norm:
     return norm(name, context)
 
 
-class MLP(nn.Module):
+class MLP(Layer):
     """h -> f -> h with the model's activation, as one operation."""
 
     def __init__(self, name: str, context: Context, width: int | None = None) -> None:
-        super().__init__()
+        super().__init__(context)
         model = context.model
-        self.context = context
         h = model.hidden_size
         f = width or model.ffn_hidden_size
         bias = not model.disable_bias_linear
@@ -94,7 +94,7 @@ class MLP(nn.Module):
         return fc2.adapter.up(out, context.out_of_matmul(t))
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(Layer):
     """A mixer such as attention and an MLP, or one of both, with norms by --norm-placement.
 
     With --parallel-residual the MLP and attention have the same input.
@@ -104,13 +104,12 @@ class TransformerLayer(nn.Module):
     """
 
     def __init__(self, layer: int, context: Context, name: str | None = None) -> None:
-        super().__init__()
+        super().__init__(context)
         name = name or f"decoder.layers.{layer - 1}"
         model = context.model
         kind = model.all_layer_kinds[layer - 1]
         self.name = name
         self.layer = layer
-        self.context = context
 
         norms = model.norms_of(kind)
 
@@ -136,7 +135,7 @@ class TransformerLayer(nn.Module):
     def _scaled(self, out: Tensor, norm: Norm | None) -> Tensor:
         """Return the output of attention or the MLP as it is added to the residual."""
         normed = out if norm is None else norm(out)
-        return multiplied(normed, self.context.model.residual_multiplier)
+        return multiplied(normed, self.model.residual_multiplier)
 
     def _attended(self, x: Tensor, forward_pass: Pass) -> tuple[Tensor, Tensor]:
         """Return (x + attention, MLP input), both (s, b, h)."""
@@ -152,13 +151,13 @@ class TransformerLayer(nn.Module):
             hidden_dropout(self.context, self.layer, "residual_1", x, forward_pass),
         )
         if self.mlp is None:
-            total = self.context.ops.bias_dropout_add(*added, forward_pass.needs_values)
+            total = self.ops.bias_dropout_add(*added, forward_pass.needs_values)
             return total, total
-        if self.context.model.parallel_residual:
-            total = self.context.ops.bias_dropout_add(*added)
+        if self.model.parallel_residual:
+            total = self.ops.bias_dropout_add(*added)
             return total, normed if self.pre_mlp_layernorm is None else self.pre_mlp_layernorm(x)
         if self.pre_mlp_layernorm is None:
-            total = self.context.ops.bias_dropout_add(*added)
+            total = self.ops.bias_dropout_add(*added)
             return total, total
         return self.pre_mlp_layernorm.add_and_normalize(*added)
 
@@ -168,10 +167,10 @@ class TransformerLayer(nn.Module):
         if self.mlp is None:
             return x
         inner = forward_pass
-        if self.context.model.keeps_mlp_tensors:
+        if self.model.keeps_mlp_tensors:
             inner = replace(forward_pass, needs_values=True)
         out = self._scaled(self.mlp(normed, inner), self.post_mlp_layernorm)
-        return self.context.ops.bias_dropout_add(
+        return self.ops.bias_dropout_add(
             out,
             self.mlp.output_bias,
             x,

@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..config.training import CORE_ATTN
 from .attention.context_parallel import to_heads, to_rows
 from .attention.kv_cache import DeltaState
 from .forward_context import Pass, Rows
-from .layers import ColumnParallelLinear, Context, RowParallelLinear
+from .layers import ColumnParallelLinear, Context, Layer, RowParallelLinear
 from .ops.delta_net import DeltaGates, DeltaHeads
 from .parameter import view_of
 
@@ -36,13 +36,12 @@ class _Inputs(NamedTuple):
     decays: Tensor
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(Layer):
     """Gated delta net between its projections, heads sharded over tensor- and context-parallel ranks."""
 
     def __init__(self, name: str, layer: int, context: Context) -> None:
-        super().__init__()
+        super().__init__(context)
         model = context.model
-        self.context = context
         self.layer = layer
         shares = context.tp.size * context.cp.size  # ranks exchange heads for the whole sequence
         self.heads = DeltaHeads(
@@ -87,7 +86,7 @@ class GatedDeltaNet(nn.Module):
 
     def _split(self, projected: Tensor) -> _Inputs:
         heads = self.heads
-        sizes = self.context.model.key_head_parts
+        sizes = self.model.key_head_parts
         parts = projected.unflatten(-1, (heads.key_heads, -1)).split(
             (sum(sizes[:3]), *sizes[3:]), -1
         )
@@ -130,7 +129,7 @@ class GatedDeltaNet(nn.Module):
         self, convolved: Tensor, gates: DeltaGates, state: DeltaState, rows: Rows
     ) -> Tensor:
         """Compute one new token per sample, and update its state."""
-        ops = self.context.ops
+        ops = self.ops
         samples = rows.samples
         qkv = ops.cached_convolution(convolved, self.conv1d, state.inputs, samples)
         return ops.cached_delta_rule(qkv, gates, self.heads, state.states, samples=samples)
@@ -139,7 +138,7 @@ class GatedDeltaNet(nn.Module):
         self, convolved: Tensor, gates: DeltaGates, state: DeltaState, rows: Rows
     ) -> Tensor:
         """Compute several new tokens of samples, and store their last states."""
-        ops = self.context.ops
+        ops = self.ops
         outs = []
         for sample, _, own in rows.of_samples():
             earlier = state.inputs[sample].unsqueeze(1)

@@ -29,7 +29,7 @@ from ..costs.mlp import exchanged_groups
 from .adapters import INPUTS, OUTPUTS, AdaptedExperts
 from .blocks import MLP
 from .forward_context import Pass
-from .layers import Context, LinearLayer
+from .layers import Context, Layer, LinearLayer
 from .ops import Ops
 from .ops.activation import Activation
 from .parameter import as_rows, gradient_of, is_frozen, row_groups
@@ -298,13 +298,12 @@ class ExpertMatrices(nn.Module):
         return AdaptedExperts(backend, {id(each.weight): each.adapter for each in linears})
 
 
-class SharedExpert(nn.Module):
+class SharedExpert(Layer):
     """An MLP for every token, optionally scaled by a sigmoid gate per token."""
 
     def __init__(self, name: str, context: Context) -> None:
-        super().__init__()
+        super().__init__(context)
         model = context.model
-        self.context = context
         self.mlp = MLP(name, context, model.moe_shared_expert_intermediate_size)
         self.gate_weight = None
         if model.moe_shared_expert_gate:
@@ -317,18 +316,17 @@ class SharedExpert(nn.Module):
         y: Tensor = self.mlp(x, replace(forward_pass, needs_values=True))
         if self.gate_weight is None:
             return y
-        gate = torch.sigmoid(small_linear(self.context.ops, x, self.gate_weight))
+        gate = torch.sigmoid(small_linear(self.ops, x, self.gate_weight))
         return y * gate.view(*x.shape[:2], 1).to(y.dtype)
 
 
-class Experts(nn.Module):
+class Experts(Layer):
     """Routed experts, k of e per token, h -> f -> h each, and the shared expert."""
 
     output_bias = None
 
     def __init__(self, name: str, context: Context) -> None:
-        super().__init__()
-        self.context = context
+        super().__init__(context)
         self.router = Router(f"{name}.router", context)
         self.experts = ExpertMatrices(f"{name}.experts", context)
         shared = context.model.moe_shared_expert_intermediate_size
@@ -346,7 +344,7 @@ class Experts(nn.Module):
         scores = context.whole_sequence(scores)
         chosen = gather_sequence(chosen, context.sequence)
         order = Order.of(
-            self.context.ops, chosen, self._experts, self._kept(scores, chosen, forward_pass, None)
+            self.ops, chosen, self._experts, self._kept(scores, chosen, forward_pass, None)
         )
         out = self._computed(whole, scores, order, forward_pass)
         out = context.out_of_matmul(out.view(whole.shape), forward_pass.needs_values)
@@ -354,7 +352,7 @@ class Experts(nn.Module):
 
     @property
     def _experts(self) -> int:
-        return self.context.model.num_experts or 0
+        return self.model.num_experts or 0
 
     def _kept(
         self, scores: Tensor, chosen: Tensor, forward_pass: Pass, sequence: Comm | None
@@ -393,12 +391,12 @@ class Experts(nn.Module):
         groups = exchanged_groups(self._experts // ep.size) if far else 1
         numbers = Route.numbers(self._experts, groups, ep.size)
         order = Order.of(
-            self.context.ops,
+            self.ops,
             numbers[chosen],
             self._experts,
             self._kept(scores, chosen, forward_pass, self.context.sequence),
         )
-        routes, turns = Route.of(self.context.ops, order.counts, groups, ep, etp)
+        routes, turns = Route.of(self.ops, order.counts, groups, ep, etp)
         needs_values = forward_pass.needs_values
         there, back = (
             GroupedAllToAll([route.there for route in routes], overlaps, turns)

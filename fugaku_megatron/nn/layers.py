@@ -273,7 +273,17 @@ def hidden_dropout(
     return Dropout(context.model.hidden_dropout if forward_pass.training else 0.0, key)
 
 
-class LinearLayer(nn.Module):
+class Layer(nn.Module):
+    """Module with the context of its stage."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__()
+        self.context = context
+        self.model = context.model
+        self.ops = context.ops
+
+
+class LinearLayer(Layer):
     """Weight (*experts, *outputs, inputs), bias (*experts, *outputs) and adapter of a linear layer.
 
     outputs: (outputs,), or (2, f) for gate and value of an MLP, which are both sharded.
@@ -291,8 +301,7 @@ class LinearLayer(nn.Module):
         bias: bool,
         experts: tuple[int, ...] = (),
     ) -> None:
-        super().__init__()
-        self.context = context
+        super().__init__(context)
         model = context.model
         rows = (*experts, *outputs)
         dims = {OUTPUTS: len(rows) - 1, INPUTS: len(rows), None: None}
@@ -359,16 +368,15 @@ class ReplicatedLinear(LinearLayer):
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """Apply the layer, (s, b, inputs) -> (s, b, outputs)."""
-        y = self.context.ops.linear(x, self.weight)
+        y = self.ops.linear(x, self.weight)
         return y if self.adapter is None else self.adapter.add(x, y, forward_pass)
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(Layer):
     """Word embeddings (vocabulary, h), rows sharded over tensor-parallel ranks."""
 
     def __init__(self, name: str, vocabulary: int, context: Context) -> None:
-        super().__init__()
-        self.context = context
+        super().__init__(context)
         model = context.model
         self.weight = context.parameter(
             f"{name}.weight", (vocabulary, model.hidden_size), 0, model.init_method_std
@@ -376,16 +384,15 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.context.out_of_matmul(
-            self.context.ops.embedding(tokens, self.weight, self.weight.spec.offset[0])
+            self.ops.embedding(tokens, self.weight, self.weight.spec.offset[0])
         )
 
 
-class PositionEmbedding(nn.Module):
+class PositionEmbedding(Layer):
     """Learned position embeddings (positions, h), replicated over tensor-parallel ranks."""
 
     def __init__(self, name: str, context: Context) -> None:
-        super().__init__()
-        self.context = context
+        super().__init__(context)
         model = context.model
         self.weight = context.parameter(
             f"{name}.weight",
@@ -398,7 +405,7 @@ class PositionEmbedding(nn.Module):
 
         positions: (whole sequence, b), or (rows,) in generation; None: 0, 1, ...
         """
-        ops = self.context.ops
+        ops = self.ops
         if positions is None and self.context.cp.size == 1:
             return ops.add_position(x, self.weight, self.context.first_position(x))
         if positions is not None and positions.dim() == 1:
@@ -410,16 +417,15 @@ class PositionEmbedding(nn.Module):
         return x + ops.embedding(places, self.weight)
 
 
-class Norm(nn.Module):
+class Norm(Layer):
     """A norm over the last dimension, replicated over tensor-parallel ranks."""
 
     weight: nn.Parameter
 
     def __init__(self, name: str, context: Context) -> None:
-        super().__init__()
-        self.ops = context.ops
-        self.epsilon = context.model.layernorm_epsilon
-        self.centered = context.model.apply_layernorm_1p
+        super().__init__(context)
+        self.epsilon = self.model.layernorm_epsilon
+        self.centered = self.model.apply_layernorm_1p
 
     def forward(self, x: Tensor) -> Tensor:
         raise NotImplementedError

@@ -21,7 +21,14 @@ from ..costs.stages import trains_below, virtual_stage_layers, virtual_stage_rec
 from .backward import attach_loss
 from .blocks import TransformerLayer, make_norm
 from .forward_context import Pass
-from .layers import Context, PositionEmbedding, VocabParallelEmbedding, hidden_dropout, multiplied
+from .layers import (
+    Context,
+    Layer,
+    PositionEmbedding,
+    VocabParallelEmbedding,
+    hidden_dropout,
+    multiplied,
+)
 from .ops import Ops, recompute
 from .ops.loss import HeadLoss, soft_capped
 from .parameter import ModelParameter
@@ -100,12 +107,11 @@ class Stage(nn.Module):
         return [layer for chunk in self.chunks for layer in chunk.all_layers]
 
 
-class Embedding(nn.Module):
+class Embedding(Layer):
     """Word embeddings, learned positions and dropout."""
 
     def __init__(self, vocabulary: int, context: Context) -> None:
-        super().__init__()
-        self.context = context
+        super().__init__(context)
         self.word_embeddings = VocabParallelEmbedding(
             "embedding.word_embeddings", vocabulary, context
         )
@@ -124,7 +130,7 @@ class Embedding(nn.Module):
         return context.ops.dropout(x, hidden_dropout(context, layer, "embedding", x, forward_pass))
 
 
-class Chunk(nn.Module):
+class Chunk(Layer):
     """Consecutive layers, with the embeddings in the first virtual stage and the head in the last.
 
     predictions: MTP modules, in the last virtual stage.
@@ -142,11 +148,9 @@ class Chunk(nn.Module):
         context: Context,
         logits_rows: int,
     ) -> None:
-        super().__init__()
+        super().__init__(context)
         model = run.model
         self.tp = context.tp
-        self.ops = context.ops
-        self.context = context
         self.is_first = virtual_stage == 0
         self.is_last = virtual_stage == run.placement.virtual_stages - 1
         self.logits_rows = logits_rows
@@ -188,7 +192,7 @@ class Chunk(nn.Module):
     @property
     def unpadded_rows(self) -> int | None:
         """Rows of the head weight that are tokens; None if padding is not masked."""
-        model = self.context.model
+        model = self.model
         weight = self.output_weight
         if not model.masks_padding:
             return None
@@ -235,13 +239,13 @@ class Chunk(nn.Module):
     def head_input(self, normed: Tensor) -> Tensor:
         """Return the head's input (whole sequence, b, h)."""
         whole = self.context.whole_sequence(normed)
-        return multiplied(whole, 1.0 / self.context.model.logits_scaling)
+        return multiplied(whole, 1.0 / self.model.logits_scaling)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return this rank's logits (whole sequence, b, v)."""
         normed = self.final_layernorm(x)
         logits = self.ops.for_head().linear(self.head_input(normed), self.output_weight)
-        return soft_capped(logits, self.context.model.final_logit_softcapping)
+        return soft_capped(logits, self.model.final_logit_softcapping)
 
     def forward(
         self, x: Tensor, labels: Tensor | None, forward_pass: Pass, factor: float = 1.0
@@ -258,7 +262,7 @@ class Chunk(nn.Module):
             x = x.detach().requires_grad_()
         assert labels is not None
         normed = self.final_layernorm(x)
-        z_loss = self.context.model.z_loss if forward_pass.training else 0.0
+        z_loss = self.model.z_loss if forward_pass.training else 0.0
         call = self._head_loss(factor)._replace(z_loss=z_loss, divisor=forward_pass.count)
         if z_loss:
             z_sum = self.z_losses[forward_pass.first_sample] = torch.zeros(())
@@ -275,7 +279,7 @@ class Chunk(nn.Module):
             factor,
             rows_at_once=self.logits_rows,
             unpadded_rows=self.unpadded_rows,
-            softcap=self.context.model.final_logit_softcapping,
+            softcap=self.model.final_logit_softcapping,
         )
 
     def _with_predictions(

@@ -10,27 +10,26 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from ..config.layer_kinds import EH_PROJ
 from .blocks import TransformerLayer, make_norm
 from .forward_context import Pass
-from .layers import ColumnParallelLinear, Context
+from .layers import ColumnParallelLinear, Context, Layer
 
 # (tokens (rows, b), forward pass, layer of the dropout mask) -> (s, b, h)
 Embed = Callable[[Tensor, Pass, int], Tensor]
 
 
-class PredictionModule(nn.Module):
+class PredictionModule(Layer):
     """A layer on the projected concatenation of an embedding and the hidden state before.
 
     depth: of the module, from 1
     """
 
     def __init__(self, depth: int, context: Context) -> None:
-        super().__init__()
-        self.context = context
+        super().__init__(context)
         name = f"mtp.layers.{depth - 1}"
         h = context.model.hidden_size
         self.enorm = make_norm(f"{name}.enorm", context)

@@ -10,14 +10,14 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..comm.autograd import Saved, apply_saving
 from ..config.experts import SEQUENCE_AUX, SIGMOID
 from ..config.model import ModelConfig
 from .backward import attach_loss
 from .forward_context import Pass
-from .layers import Context
+from .layers import Context, Layer
 from .ops import Ops
 from .ops.experts import NORMALIZER
 from .parameter import accumulate, as_rows
@@ -121,7 +121,7 @@ def balancing_loss(scores: Tensor, counts: Tensor, tokens: Tensor, k: int) -> Te
     return (sums / tokens.clamp(min=1)).sum() * experts / (k * tokens.sum().clamp(min=1))
 
 
-class Router(nn.Module):
+class Router(Layer):
     """Choice of each token's experts.
 
     loads: by each micro-batch's first sample, so that recompute counts nothing twice; (e + 2,) in FP64: tokens per expert without
@@ -129,9 +129,8 @@ class Router(nn.Module):
     """
 
     def __init__(self, name: str, context: Context) -> None:
-        super().__init__()
+        super().__init__(context)
         model = context.model
-        self.context = context
         experts = model.num_experts
         assert experts is not None
         self.weight = context.parameter(
@@ -148,8 +147,8 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor, forward_pass: Pass) -> tuple[Tensor, Tensor]:
         """Return (scores in FP32, experts), both (rows, k). Rows of padding are arbitrary."""
-        ops = self.context.ops
-        model = self.context.model
+        ops = self.ops
+        model = self.model
         logits = small_linear(ops, x, self.weight, self.bias)
         padding = forward_pass.documents.padding
         ranks = None
@@ -181,7 +180,7 @@ class Router(nn.Module):
         load: Tensor,
     ) -> Tensor:
         """Attach the balancing losses to the scores' backward, and record them in `load`."""
-        model = self.context.model
+        model = self.model
         ranks = self.context.sequence_shares
         padding = forward_pass.documents.padding
         own = self.context.own_rows(padding, self.context.sequence)

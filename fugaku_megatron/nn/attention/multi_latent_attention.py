@@ -57,22 +57,22 @@ class MultiLatentAttention(Attention):
         return ColumnParallelLinear(name, inputs, (outputs,), self.context, bias=False)
 
     def _norm(self, name: str, width: int) -> KernelNorm | None:
-        if not self.context.model.qk_layernorm:
+        if not self.model.qk_layernorm:
             return None
         norm = inner_norm(name, self.context, width)
-        norm.epsilon = self.context.model.latent_epsilon
+        norm.epsilon = self.model.latent_epsilon
         return norm
 
     def _narrow_queries(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """Return the input (s, b, ...) of the queries' projection to heads."""
-        if self.context.model.q_lora_rank is None:
+        if self.model.q_lora_rank is None:
             return x
         narrow: Tensor = self.linear_q_down_proj(x, forward_pass)
         return narrow if self.q_layernorm is None else self.q_layernorm(narrow)
 
     def _narrow_keys(self, x: Tensor, forward_pass: Pass) -> tuple[Tensor, Tensor]:
         """Return the input (s, b, kv_lora_rank) of the projection to keys and values, and the rotated part (whole s, b, r) of keys."""
-        model = self.context.model
+        model = self.model
         down = self.linear_kv_down_proj(x, forward_pass)
         narrow, shared_key = down.split((model.kv_lora_rank, model.qk_pos_emb_head_dim), -1)
         narrow = narrow.contiguous()
@@ -82,7 +82,7 @@ class MultiLatentAttention(Attention):
 
     def _queries(self, of_queries: Tensor, forward_pass: Pass) -> Tensor:
         """Return queries (s, b, n d) before their rotation."""
-        has_rank = self.context.model.q_lora_rank is not None
+        has_rank = self.model.q_lora_rank is not None
         project = self.linear_q_up_proj if has_rank else self.linear_q_proj
         queries: Tensor = project(of_queries, forward_pass)
         return queries
@@ -101,7 +101,7 @@ class MultiLatentAttention(Attention):
         queries = self._queries(of_queries, forward_pass)
         keys_values = self.linear_kv_up_proj(of_keys, forward_pass)
         call = self._rotary(shared_key, forward_pass)
-        return self.context.ops.latent_qkv(queries, keys_values, shared_key, self.own_heads, call)
+        return self.ops.latent_qkv(queries, keys_values, shared_key, self.own_heads, call)
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """Attend, (s, b, h) -> (s, b, h), without the projection's bias."""
@@ -124,7 +124,7 @@ class MultiLatentAttention(Attention):
     @property
     def latent_heads(self) -> Heads:
         """Heads that attend to the cache, whose rows are one group of keys for all heads."""
-        model = self.context.model
+        model = self.model
         own = self.own_heads
         width = model.kv_lora_rank + model.qk_pos_emb_head_dim
         return Heads(own.heads, 1, width, model.kv_lora_rank, own.score_scale)
@@ -141,14 +141,14 @@ class MultiLatentAttention(Attention):
         """Attend from prompts (r, 1, ...) as in training, and store their latents; -> (r, 1, n v)."""
         qkv = self._to_heads(of_queries, of_keys, shared_key, forward_pass)
         _, keys, _ = self.own_heads.split(qkv)
-        rotated = keys[:, :, 0, 0, self.context.model.qk_head_dim :]
+        rotated = keys[:, :, 0, 0, self.model.qk_head_dim :]
         latents = torch.cat((of_keys, rotated), -1)
         new = (latents, latents[..., : of_keys.shape[-1]])
         return self.prefill(qkv, new, self.call(len(qkv), 0, forward_pass), forward_pass)
 
     def widen(self, keys: Tensor, values: Tensor, forward_pass: Pass) -> Tensor:
         """Return kv (k, 1, n (d + v)) of a sample's latents, keys (k, 1, kv_lora_rank + r)."""
-        model = self.context.model
+        model = self.model
         narrow, rotated = keys.split((model.kv_lora_rank, model.qk_pos_emb_head_dim), -1)
         n = self.own_heads.heads
         by_head = self.linear_kv_up_proj(narrow.contiguous(), forward_pass).unflatten(2, (n, -1))
@@ -161,8 +161,8 @@ class MultiLatentAttention(Attention):
     ) -> Tensor:
         """Attend from one new token of each sample (r, 1, ...) to latents, which are not projected to heads; -> (r, 1, n v)."""
         assert forward_pass.rows is not None, "training has no cache"
-        ops = self.context.ops
-        fixed = self.context.model.qk_head_dim
+        ops = self.ops
+        fixed = self.model.qk_head_dim
         weight = self.linear_kv_up_proj.weight
         by_head = (len(of_keys), 1, self.own_heads.heads, -1)
         queries = self._queries(of_queries, forward_pass).view(by_head)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...comm.grid import ALONE
 from ...config.layout import group_copies
@@ -20,6 +20,7 @@ from ..layers import (
     ColumnParallelLinear,
     Context,
     KernelNorm,
+    Layer,
     RowParallelLinear,
     dropout_stream,
     inner_norm,
@@ -42,13 +43,12 @@ from .kv_cache import LayerCache
 from .sinks import Sinks
 
 
-class Attention(nn.Module):
+class Attention(Layer):
     """Softmax attention of given queries, keys and values with its output projection, heads sharded over ranks."""
 
     def __init__(self, layer: int, context: Context) -> None:
-        super().__init__()
+        super().__init__(context)
         model = context.model
-        self.context = context
         self.layer = layer
         self.kind = model.all_layer_kinds[layer - 1]
         self.cp_comm_type = context.cp_comm_type(layer)
@@ -98,11 +98,11 @@ class Attention(nn.Module):
         """Return attention without projections, qkv -> (s, b, n v). Selective recompute reruns it."""
         if self.context.cp.size > 1 and self.cp_comm_type != A2A:
             s = len(qkv) * self.context.cp.size
-            if self.context.model.uses_rotary(self.kind):
+            if self.model.uses_rotary(self.kind):
                 qkv = self.apply_rotary(qkv, *self.own_angles(qkv, forward_pass))
             call = self.call(s, self.context.tp.rank * self.heads.heads * s, forward_pass)
-            return self.context.ops.shared_attention(qkv, call, self.context.cp, self.cp_comm_type)
-        model = self.context.model
+            return self.ops.shared_attention(qkv, call, self.context.cp, self.cp_comm_type)
+        model = self.model
         tp = self.context.tp
         cp = self.context.cp
         qkv = to_heads(copy_groups(qkv, self.own_heads, self.group_copies), cp)  # whole sequence
@@ -120,7 +120,7 @@ class Attention(nn.Module):
     def call(self, length: int, row0: int, forward_pass: Pass) -> SharedCall:
         """Return the arguments of attention in a sequence. row0: first row of the dropout masks"""
         mask = AttentionMask(length, self.kind.window, forward_pass.documents.starts)
-        softcap = self.context.model.attn_logit_softcapping
+        softcap = self.model.attn_logit_softcapping
         key = DropoutKey(
             self.context.seed,
             dropout_stream(self.layer, "attention"),
@@ -128,12 +128,12 @@ class Attention(nn.Module):
             sample_dim=0,
             row0=row0,
         )
-        p = self.context.model.attention_dropout if forward_pass.training else 0.0
+        p = self.model.attention_dropout if forward_pass.training else 0.0
         return SharedCall(self.heads, mask, Dropout(p, key), softcap, self._sinks())
 
     def decode(self, qkv: Tensor, call: SharedCall, rows: Rows) -> Tensor:
         """Attend from one new token of each sample to its earlier ones, qkv (r, 1, ...) -> (r, 1, n v)."""
-        return self.context.ops.cached_attention(qkv, self._cache(rows), rows, call)
+        return self.ops.cached_attention(qkv, self._cache(rows), rows, call)
 
     def prefill(
         self, qkv: Tensor, new: tuple[Tensor, Tensor], call: SharedCall, forward_pass: Pass
@@ -154,7 +154,7 @@ class Attention(nn.Module):
                 all_keys = torch.cat((earlier_keys, keys))
                 all_values = torch.cat((earlier_values, values))
                 kv = self.widen(all_keys, all_values, forward_pass)
-                context.append(self.context.ops.attend_to_earlier(qkv[own], kv, call))
+                context.append(self.ops.attend_to_earlier(qkv[own], kv, call))
             cache.store(sample, first, keys, values)
         return torch.cat(context)
 
@@ -173,13 +173,13 @@ class Attention(nn.Module):
         if self.softmax_offset is not None:
             first = self.context.cp.rank * heads if self.cp_comm_type == A2A else 0
             return Sinks.of(self.softmax_offset, slice(first, first + heads))
-        if self.context.model.softmax_type == OFF_BY_ONE:
+        if self.model.softmax_type == OFF_BY_ONE:
             return Sinks(torch.zeros(heads))
         return None
 
     def _alone(self, qkv: Tensor, call: SharedCall) -> Tensor:
         """Attend as one of no ranks that share the sequence."""
-        ops = self.context.ops
+        ops = self.ops
         mask = call.mask
         if call.softcap is None and call.sinks is None:
             return ops.attention(
@@ -196,7 +196,7 @@ class Attention(nn.Module):
             return None, None
         if rows is not None:
             return rows.angles[rope], None
-        by_length = documents.angles(self.context.model.ropes[rope])
+        by_length = documents.angles(self.model.ropes[rope])
         return by_length or (self.context.angles(length, rope), documents.positions)
 
     def own_angles(self, x: Tensor, forward_pass: Pass) -> tuple[Angles | None, Tensor | None]:
@@ -247,7 +247,7 @@ class SelfAttention(Attention):
         angles: cosines and sines (s, rotated elements / 2)
         positions: (s, b), each token's row in `angles`; None: the token's index.
         """
-        model = self.context.model
+        model = self.model
         norm = None
         if model.qk_layernorm and not model.norms_in_rotary:
             qkv = self._normed(qkv)
@@ -258,10 +258,10 @@ class SelfAttention(Attention):
                 self.q_layernorm.scale(), self.k_layernorm.scale(), model.layernorm_epsilon
             )
         call = Rotary(angles, self.heads, model.rotary_interleaved, norm, positions)
-        return self.context.ops.rotary(qkv, call)
+        return self.ops.rotary(qkv, call)
 
     def _normed(self, qkv: Tensor) -> Tensor:
-        model = self.context.model
+        model = self.model
         *parts, values = self.heads.split(qkv)
         norms = (self.q_layernorm, self.k_layernorm)
         if model.qk_layernorm_all_heads and self.context.tp.size > 1:
@@ -282,7 +282,7 @@ class SelfAttention(Attention):
         """Attend, (s, b, h) -> (s, b, h), without the projection's bias."""
         qkv = self.linear_qkv(x, forward_pass)  # (s, b, g (n/g + 2) d)
         gates = None
-        if self.context.model.attention_output_gate:
+        if self.model.attention_output_gate:
             qkv, gates = split_gate(qkv, self.own_heads)
         context = self.context.recomputed(CORE_ATTN, self.attend, qkv, forward_pass)
         if gates is not None:
