@@ -81,16 +81,16 @@ class Layout:
         fit on the ranks.
         """
         model = run.model
-        tp = run.parallel.tensor_model_parallel_size
-        pp = run.parallel.pipeline_model_parallel_size
-        cp = run.parallel.context_parallel_size
+        tp = run.tp
+        pp = run.pp
+        cp = run.cp
         check_world_size(world_size, tp, pp, cp)
         divided = {
             "num-attention-heads": model.num_attention_heads,
             "ffn-hidden-size": model.ffn_hidden_size,
         }
         if model.num_experts:
-            width = model.moe_ffn_hidden_size or 0
+            width = model.expert_width
             etp = run.parallel.expert_tensor_parallel_size
             if etp is None:
                 divided["moe-ffn-hidden-size"] = width
@@ -99,7 +99,7 @@ class Layout:
                 f"--moe-ffn-hidden-size {width} is not divisible by --expert-tensor-parallel-size {etp}: "
                 "change one of them",
             )
-            shared = model.moe_shared_expert_intermediate_size or 0
+            shared = model.shared_expert_width
             divided["moe-shared-expert-intermediate-size"] = shared
         if model.group_query_attention:
             divided["num-query-groups"] = model.query_groups
@@ -348,7 +348,7 @@ def stage_sizes(run: RunConfig) -> tuple[int, ...] | None:
         return None
     before = () if first is None else (first,)
     after = () if last is None else (last,)
-    stages = run.parallel.pipeline_model_parallel_size - len(before) - len(after)
+    stages = run.pp - len(before) - len(after)
     layers = run.model.num_layers - sum(before) - sum(after)
     between = evenly(layers, stages) if stages else ()
     return (*before, *between, *after)

@@ -830,6 +830,18 @@ class ModelConfig(
         return tuple(kind.mlp for kind in self.layer_kinds)
 
     @cached_property
+    def expert_count(self) -> int:
+        return self.num_experts or 0
+
+    @cached_property
+    def expert_width(self) -> int:
+        return self.moe_ffn_hidden_size or 0
+
+    @cached_property
+    def shared_expert_width(self) -> int:
+        return self.moe_shared_expert_intermediate_size or 0
+
+    @cached_property
     def mlp_widths(self) -> tuple[int, ...]:
         """Widths f: dense MLP, expert, shared expert."""
         if not self.num_experts:

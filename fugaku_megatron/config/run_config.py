@@ -166,7 +166,7 @@ class RunConfig:
             f"{given} is not supported with --mtp-num-layers {self.model.mtp_num_layers}: leave one "
             "of them out",
         )
-        tp = self.parallel.tensor_model_parallel_size
+        tp = self.tp
         widths = [self.model.context_width, self.model.ffn_hidden_size]
         if self.model.has_delta_nets:
             widths.append(self.model.delta_values)
@@ -201,8 +201,7 @@ class RunConfig:
         if not self.lora.base_in_int8:
             return
         model = self.model
-        parallel = self.parallel
-        tp = parallel.tensor_model_parallel_size
+        tp = self.tp
         etp = self.etp
         dense = model.ffn_hidden_size if model.activation in model.mlps else None
         experts = model.moe_ffn_hidden_size if model.num_experts else None
@@ -234,6 +233,16 @@ class RunConfig:
         return self.parallel.tensor_model_parallel_size
 
     @cached_property
+    def pp(self) -> int:
+        """Pipeline-parallel size."""
+        return self.parallel.pipeline_model_parallel_size
+
+    @cached_property
+    def cp(self) -> int:
+        """Context-parallel size."""
+        return self.parallel.context_parallel_size
+
+    @cached_property
     def etp(self) -> int:
         """Ranks that share each expert's matrices."""
         return self.parallel.expert_tensor_parallel_size or self.tp
@@ -248,7 +257,7 @@ class RunConfig:
     @cached_property
     def placement(self) -> Placement:
         parallel = self.parallel
-        pp = parallel.pipeline_model_parallel_size
+        pp = self.pp
         chunks = SCHEDULES[parallel.schedule].chunks or 1
         if per_chunk := parallel.num_layers_per_virtual_pipeline_stage:
             chunks = max(1, self.model.num_layers // (per_chunk * pp))
@@ -261,7 +270,7 @@ class RunConfig:
         """Communication types of context parallelism, by layer, and then of the MTP modules."""
         model = self.model
         tp = self.tp
-        cp = self.parallel.context_parallel_size
+        cp = self.cp
         groups = model.query_groups // tp
         divides_heads = (
             model.num_attention_heads % (tp * cp) == 0 and not model.qk_layernorm_all_heads
@@ -281,11 +290,7 @@ class RunConfig:
     @cached_property
     def tokens_per_microbatch(self) -> int:
         """Tokens s b / c of a micro-batch on each of c context-parallel ranks."""
-        return (
-            self.model.seq_length
-            * self.batch.micro_batch_size
-            // self.parallel.context_parallel_size
-        )
+        return self.model.seq_length * self.batch.micro_batch_size // self.cp
 
     @cached_property
     def element_bytes(self) -> int:
@@ -309,6 +314,16 @@ class RunConfig:
     @cached_property
     def has_frozen_weights(self) -> bool:
         return self.lora.on or self.freezing.on
+
+    @cached_property
+    def frozen_layers(self) -> int:
+        """Layers at the model's beginning without a trained parameter."""
+        return self.freezing.first_layers(self.model)
+
+    @cached_property
+    def layers_without_backward(self) -> int:
+        """Layers at the model's beginning with nothing trained in or below them."""
+        return self.frozen_layers if self.freezing.has(EMBEDDING) else 0
 
     @cached_property
     def freezes_embedding(self) -> bool:

@@ -74,7 +74,7 @@ class AttentionCosts(MixerCosts):
             return 0
         cp_comm_type = run.typical_cp_comm_type
         saved = sum(record.saved_bytes for record in _rotary(run, cp_comm_type, kind))
-        if run.parallel.context_parallel_size > 1 and cp_comm_type == A2A:
+        if run.cp > 1 and cp_comm_type == A2A:
             saved += context_bytes(run)  # before heads are exchanged for rows
         return saved + _softmax_bytes(run)
 
@@ -122,7 +122,7 @@ def output_vectors(run: RunConfig) -> Segments:
 def attention_record(run: RunConfig, cp_comm_type: str, kind: LayerKind | None) -> Record:
     """Return attention between its projections, with the messages of context-parallel ranks."""
     model = run.model
-    cp = run.parallel.context_parallel_size
+    cp = run.cp
     each = document_length(run)
     rows = run.tokens_per_microbatch * (model.num_attention_heads // run.tp)
     # Q K^T and P V over the full square, as Megatron counts it
@@ -242,7 +242,7 @@ def attention_workspace_bytes(run: RunConfig, threads: int) -> int:
 
 def _attention_bytes(run: RunConfig, threads: int, cp_comm_type: str) -> int:
     model = run.model
-    cp = run.parallel.context_parallel_size
+    cp = run.cp
     queries = keys = model.seq_length
     heads = model.num_attention_heads // run.tp
     groups = model.query_groups // run.tp

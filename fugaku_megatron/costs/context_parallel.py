@@ -63,7 +63,7 @@ def attention_messages(
     a2a: sequence to heads before attention, back after it. allgather: keys and values, again in backward, which reduce-scatters their
     gradients. p2p: keys per step, and in backward their FP32 gradients.
     """
-    cp = run.parallel.context_parallel_size
+    cp = run.cp
     elements = key_elements(run)
     if cp == 1:
         return (), ()
@@ -91,7 +91,7 @@ def key_working_bytes(run: RunConfig) -> int:
     and all ranks' keys and twice their gradients. p2p: own and received keys, summed gradients, and for each other rank three
     segments' gradients in flight.
     """
-    cp = run.parallel.context_parallel_size
+    cp = run.cp
     comm_types = {*run.cp_comm_types} - {A2A}
     if cp == 1 or not comm_types:
         return 0

@@ -41,7 +41,7 @@ def _mixed_bytes(run: RunConfig) -> tuple[int, int, int]:
     convolved = rows * model.delta_convolved // run.tp * low
     values = rows * model.delta_values // run.tp * low
     saved = (-(-model.seq_length // SEGMENT) + 1) * run.batch.micro_batch_size
-    states = saved * _state_bytes(model, run.tp * run.parallel.context_parallel_size)
+    states = saved * _state_bytes(model, run.tp * run.cp)
     gates = rows * heads * (low + 2 * FP32_BYTES)
     return convolved, convolved + states + gates, 2 * values
 
@@ -66,7 +66,7 @@ class DeltaNetCosts(MixerCosts):
         v = model.linear_value_head_dim
         convolved, rule, norm = _mixed_bytes(run)
         messages: Collectives = ()
-        if run.parallel.context_parallel_size > 1:
+        if run.cp > 1:
             messages = tuple(
                 Collective("all_to_all", "cp", rows * each * run.element_bytes)
                 for each in (width, values)

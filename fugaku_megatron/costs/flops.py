@@ -9,7 +9,6 @@ from ..config.parallel import ParallelConfig
 from ..config.run_config import RunConfig
 from ..config.training import CORE_ATTN, MLA_UP_PROJ
 from .attention import document_length, mean_visible_share
-from .freezing import layers_without_backward
 from .layers import linear_and_attention_flops, mean_layer_flops, norm_record
 from .sizes import padded_vocab_size
 from .stages import (
@@ -26,7 +25,7 @@ def _recompute_fraction(run: RunConfig) -> float:
         return 0.0
     layers = 0
     for virtual_stage in range(run.placement.virtual_stages):
-        reached = layers_without_backward(run) - virtual_stage_layers(run, virtual_stage).start
+        reached = run.layers_without_backward - virtual_stage_layers(run, virtual_stage).start
         for group in virtual_stage_recompute_groups(run, virtual_stage):
             layers += max(0, group.stop - max(reached, group.start))
     return layers / len(run.model.all_layer_kinds)
@@ -65,7 +64,7 @@ def hardware_flops(
     if run.training.recomputes(MLA_UP_PROJ):
         projections = mean_layer_flops(run.on_one_rank, lambda r: r.name in UP_PROJECTIONS)
         recomputed += projections / run.batch.micro_batch_size
-    below = layers_without_backward(run)
+    below = run.layers_without_backward
     layers = len(model.all_layer_kinds) * (c / 24 * (linear + attention) + recomputed)
     layers -= below * (2 * (linear + attention) + recomputed)
     return global_batch_size * (layers + logits - frozen_flops(run))
@@ -78,7 +77,7 @@ def parameter_flops(run: RunConfig, global_batch_size: int, *, replicas: bool = 
     """
     counted = sum(layer_parameters(run.on_one_rank))
     if replicas:
-        pp = run.parallel.pipeline_model_parallel_size
+        pp = run.pp
         parallel = ParallelConfig(tensor_model_parallel_size=run.tp)
         rank = sum(layer_parameters(replace(run, parallel=parallel)))
         counted = run.tp * (rank + pp * norm_record("final_layernorm", run).parameters)
@@ -90,7 +89,7 @@ def model_flops(run: RunConfig, global_batch_size: int) -> float:
     model = run.model
     linear, attention = layer_flops(run)
     layer = 3 * (linear + attention * mean_visible_share(model, document_length(run)))
-    layers = (len(model.all_layer_kinds) - 2 / 3 * layers_without_backward(run)) * layer
+    layers = (len(model.all_layer_kinds) - 2 / 3 * run.layers_without_backward) * layer
     return float(global_batch_size * (layers + 3 * logits_flops(run) - frozen_flops(run)))
 
 

@@ -6,7 +6,7 @@ layers, v padded vocabulary, t tensor-parallel size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -124,6 +124,11 @@ def per_layer(run: RunConfig, value: Callable[[LayerKind], int]) -> tuple[int, .
     """Return a value of each layer, and then of each MTP module."""
     values = {kind: value(kind) for kind in set(run.model.all_layer_kinds)}
     return tuple(map(values.__getitem__, run.model.all_layer_kinds))
+
+
+def without_first(values: Iterable[int], layers: int) -> tuple[int, ...]:
+    """Return values of each layer, with zeros for the first `layers`."""
+    return tuple(0 if layer < layers else value for layer, value in enumerate(values))
 
 
 def last_recomputed_records(run: RunConfig, kind: LayerKind | None = None) -> list[Record]:

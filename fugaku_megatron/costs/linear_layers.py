@@ -69,8 +69,8 @@ def other_linears(run: RunConfig, kind: LayerKind) -> list[Linear]:
         add_mlp(model.ffn_hidden_size, run.tp)
         return layers
     division = Division.of(run)
-    experts = ((model.num_experts or 0) // division.ep, division.divided, True)
-    add_mlp(model.moe_ffn_hidden_size or 0, division.etp, experts)
+    experts = (model.expert_count // division.ep, division.divided, True)
+    add_mlp(model.expert_width, division.etp, experts)
     if shared := model.moe_shared_expert_intermediate_size:
         add_mlp(shared, run.tp)
     return layers

@@ -19,8 +19,7 @@ from ..pipeline.instructions import InFlight
 from ..pipeline.schedule_names import row
 from .buckets import bucket_elements, bucket_sizes, bucket_units, unit_elements, updated_elements
 from .context_parallel import key_working_bytes
-from .freezing import frozen_layers, layers_without_backward, without_first
-from .layers import layer_records, per_layer
+from .layers import layer_records, per_layer, without_first
 from .linear_layers import layer_savings
 from .mixers import mixer_costs
 from .mlp import mlp_width, pair_working_bytes, waiting_bytes
@@ -156,7 +155,7 @@ def layers_kept_bytes(run: RunConfig, layers: range, groups: Sequence[range]) ->
 
     groups: layers recomputed together, counted from the first of `layers`. Backward has freed other layers by then.
     """
-    below = max(0, layers_without_backward(run) - layers.start)
+    below = max(0, run.layers_without_backward - layers.start)
     saved = layer_saved_bytes(run)[layers.start : layers.stop]
     passed = max(saved[:below], default=0)
     saved = without_first(saved, below)
@@ -185,7 +184,7 @@ def weight_input_bytes(run: RunConfig) -> tuple[int, ...]:
         inner = inner_bytes(run, run.model.ffn_hidden_size)
         return mixer + 2 * run.activation_bytes + 2 * run.model.fc1_widths * inner
 
-    return without_first(per_layer(run, kept), frozen_layers(run))
+    return without_first(per_layer(run, kept), run.frozen_layers)
 
 
 def inner_bytes(run: RunConfig, width: int) -> int:

@@ -31,9 +31,7 @@ def mlp_width(model: ModelConfig) -> int:
     """Return a token's elements between the two matmuls, over its experts."""
     if not model.num_experts:
         return model.ffn_hidden_size
-    return model.moe_router_topk * (model.moe_ffn_hidden_size or 0) + (
-        model.moe_shared_expert_intermediate_size or 0
-    )
+    return model.moe_router_topk * model.expert_width + model.shared_expert_width
 
 
 def mlp_records(run: RunConfig, name: str, width: int, saved_bytes: int = 0) -> Records:
@@ -112,10 +110,10 @@ def _pair_bytes(run: RunConfig) -> PairBytes:
     model = run.model
     width = run.element_bytes
     division = Division.of(run)
-    shared = model.moe_shared_expert_intermediate_size or 0
+    shared = model.shared_expert_width
     return PairBytes(
         hidden=division.here * model.hidden_size * width,
-        inner=division.here * (model.moe_ffn_hidden_size or 0) * width // division.etp,
+        inner=division.here * model.expert_width * width // division.etp,
         shared=run.tokens_per_microbatch * shared * width // run.tp,
     )
 
@@ -163,8 +161,8 @@ def expert_records(run: RunConfig) -> Records:
     model = run.model
     division = Division.of(run)
     h = model.hidden_size
-    f = (model.moe_ffn_hidden_size or 0) // division.etp
-    local_experts = (model.num_experts or 0) // division.ep
+    f = model.expert_width // division.etp
+    local_experts = model.expert_count // division.ep
     mean_rows = -(-division.here // local_experts)
     if division.divided:
         around = _divided_collectives(run, division)
@@ -218,7 +216,7 @@ def expert_records(run: RunConfig) -> Records:
 
 def _router(run: RunConfig) -> Record:
     model = run.model
-    e = model.num_experts or 0
+    e = model.expert_count
     shards = run.sequence_shards
     rows = run.tokens_per_microbatch // shards
     parameters = e * model.hidden_size
@@ -261,7 +259,7 @@ def _order_bytes(run: RunConfig, division: Division) -> int:
 
 
 def _balance_collectives(run: RunConfig, shards: int) -> Collectives:
-    experts = run.model.num_experts or 0
+    experts = run.model.expert_count
     if shards == 1:
         return ()
     if run.model.sinkhorn:
@@ -299,7 +297,7 @@ def _expert_collectives(run: RunConfig) -> MatmulCollectives:
 def _divided_collectives(run: RunConfig, division: Division) -> MatmulCollectives:
     model = run.model
     row = run.model.hidden_size * run.element_bytes
-    e = run.model.num_experts or 0
+    e = run.model.expert_count
     chosen = division.chosen
     here = division.here
 

@@ -74,7 +74,7 @@ class LatentAttentionCosts(AttentionCosts):
     def recomputed_bytes(self, run: RunConfig, kind: LayerKind) -> int:
         """Return the bytes of attention and of its operands; the keys' rotated part is kept, before heads are exchanged."""
         saved = super().recomputed_bytes(run, kind)
-        exchanges_heads = run.parallel.context_parallel_size > 1 and run.typical_cp_comm_type == A2A
+        exchanges_heads = run.cp > 1 and run.typical_cp_comm_type == A2A
         if exchanges_heads or not run.training.recomputes(MLA_UP_PROJ):
             return saved
         shared = run.tokens_per_microbatch * run.model.qk_pos_emb_head_dim * run.element_bytes

@@ -19,8 +19,7 @@ from ..config.model import ModelConfig
 from ..config.optimizer import MOMENT_BLOCK
 from ..config.rows import ACTIVATIONS, MLP_OF_EXPERTS
 from ..config.run_config import RunConfig
-from .freezing import frozen_layers, without_first
-from .layers import per_layer
+from .layers import per_layer, without_first
 from .linear_layers import Linear, linears, other_linears
 from .mixers import Matrices, Segments, mixer_costs
 from .sizes import padded_vocab_size, vocabulary_rows
@@ -77,7 +76,7 @@ def _adapters(run: RunConfig, linear: Linear) -> Segments:
 
 
 def _router(model: ModelConfig) -> Segments:
-    experts = model.num_experts or 0
+    experts = model.expert_count
     biases = int(model.moe_router_enable_expert_bias) + int(not model.disable_bias_linear)
     gates = int(model.moe_shared_expert_gate)
     return [(1, experts * model.hidden_size), (biases, experts), (gates, model.hidden_size)]
@@ -170,7 +169,7 @@ def layer_matrices(run: RunConfig, kind: LayerKind) -> tuple[Matrices, Matrices]
     for linear in other_linears(run, kind):
         if linear.in_experts and run.freezing.has(EXPERTS):
             continue
-        count = run.model.num_experts or 0 if linear.in_experts else 1
+        count = run.model.expert_count if linear.in_experts else 1
         matrices = divided if linear.divided else others
         matrices.append((count, linear.widths * linear.outputs, linear.inputs))
     return divided, others
@@ -184,7 +183,7 @@ def _replicated(run: RunConfig, kind: LayerKind) -> Matrices:
             matrices.append((1, linear.outputs, linear.inputs))
     if kind.mlp != MLP_OF_EXPERTS:
         return matrices
-    matrices.append((1, model.num_experts or 0, model.hidden_size))
+    matrices.append((1, model.expert_count, model.hidden_size))
     if model.moe_shared_expert_gate:
         matrices.append((1, 1, model.hidden_size))
     return matrices
@@ -202,7 +201,7 @@ def matrix_elements(run: RunConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
         run,
         lambda kind: total(layer_matrices(run, kind)[1]) // run.tp + total(_replicated(run, kind)),
     )
-    first = frozen_layers(run)
+    first = run.frozen_layers
     return without_first(divided, first), without_first(others, first)
 
 
@@ -218,7 +217,7 @@ def muon_matmuls(run: RunConfig, stage: int) -> Matmuls:
     blockwise = run.optimizer.muon_tp_mode == "blockwise"
     matrices = Counter[tuple[int, int]]()
     for layer in itertools.chain(*stage_layers(run, stage)):
-        if layer < frozen_layers(run):
+        if layer < run.frozen_layers:
             continue
         kind = run.model.all_layer_kinds[layer]
         divided, others = layer_matrices(run, kind)

@@ -40,7 +40,7 @@ def split_costs(run: RunConfig, reduced: bool = False) -> VirtualStageCosts:
     would change bits. The head computes its gradients in F.
     """
     forward, inputs, weights = LAYER_COSTS
-    if reduced and run.parallel.tensor_model_parallel_size > 1:
+    if reduced and run.tp > 1:
         weights = REDUCED_WEIGHT_COST
     layer, head = layer_and_head_flops(run)
     chosen = run.training.recompute_part_layers is not None

@@ -58,7 +58,7 @@ def qkv_bytes(run: RunConfig, cp_comm_type: str | None = None) -> int:
     """Return the bytes for this rank's queries, keys and values, copied groups included."""
     model = run.model
     groups = run.model.query_groups // run.tp
-    cp = run.parallel.context_parallel_size
+    cp = run.cp
     copies = 1
     if cp > 1 and (cp_comm_type or run.typical_cp_comm_type) == A2A:
         copies = group_copies(groups, cp)

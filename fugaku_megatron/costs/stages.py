@@ -15,7 +15,6 @@ from ..config.model import ModelConfig
 from ..config.run_config import RunConfig
 from ..pipeline.placement import FIRST_STAGE, balanced_cut, cut_of_stages, even_cut
 from .adapters import frozen
-from .freezing import frozen_layers, layers_without_backward
 from .layers import (
     embedding_records,
     head_records,
@@ -73,7 +72,7 @@ def trains_below(run: RunConfig, virtual_stage: int) -> bool:
     if not run.freezes_embedding:
         return virtual_stage > 0
     first = sum(virtual_stage_sizes(run)[:virtual_stage])
-    return first > layers_without_backward(run)
+    return first > run.layers_without_backward
 
 
 def stage_layers(run: RunConfig, stage: int) -> list[range]:
@@ -137,9 +136,9 @@ def stage_records(run: RunConfig, stage: int) -> list[Record]:
         for layer in virtual_stage_layers(run, virtual_stage):
             kind = run.model.all_layer_kinds[layer]
             own = layer_records(run, kind, comm_types[layer])
-            if layer < frozen_layers(run):
+            if layer < run.frozen_layers:
                 own = tuple(frozen(run, record) for record in own)
-            if layer < layers_without_backward(run):
+            if layer < run.layers_without_backward:
                 own = tuple(replace(r, flops_backward=0, backward=(), saved_bytes=0) for r in own)
             records += own
         records += end_records(run, virtual_stage)
@@ -169,7 +168,7 @@ def holds_tied_copy(run: RunConfig, stage: int) -> bool:
 def is_frozen(run: RunConfig, unit: Unit) -> bool:
     """Return True if --freeze or --freeze-first-layers leaves a whole unit out of training."""
     if isinstance(unit, int):
-        return unit < frozen_layers(run)
+        return unit < run.frozen_layers
     return run.freezing.has(freezing.HEAD if unit == HEAD else freezing.EMBEDDING)
 
 

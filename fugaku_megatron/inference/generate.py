@@ -63,8 +63,8 @@ def describe(
     run: RunConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int, q8: bool = False
 ) -> str:
     """Return the text of --dry-run: parameters, and a rank's weights and cache in MiB."""
-    tp = run.parallel.tensor_model_parallel_size
-    pp = run.parallel.pipeline_model_parallel_size
+    tp = run.tp
+    pp = run.pp
     stages = range(pp)
 
     def weight_bytes(stage: int) -> int:

@@ -20,7 +20,6 @@ from ..config.precision import PrecisionConfig
 from ..config.run_config import RunConfig
 from ..config.training import BatchConfig
 from ..costs.buckets import bucket_units
-from ..costs.freezing import frozen_layers
 from ..costs.plan import Plan
 from ..costs.sizes import padded_vocab_size
 from ..costs.stages import TIED
@@ -130,7 +129,7 @@ def _kept_layers(run: RunConfig, layout: Layout, comm_types: Sequence[str] | Non
     """Return the layers that stay: each kind of layer, and equally many for each virtual stage."""
     model = run.model
     kinds = [
-        (kind, comm_types and comm_types[layer], layer < frozen_layers(run))
+        (kind, comm_types and comm_types[layer], layer < run.frozen_layers)
         for layer, kind in enumerate(model.layer_kinds)
     ]
     firsts = sorted({kind: layer for layer, kind in reversed(list(enumerate(kinds)))}.values())
@@ -147,7 +146,7 @@ def _freezing(run: RunConfig, kept: list[int]) -> FreezingConfig:
     """Return the freezing of the kept layers."""
     if not run.freezing.freeze_first_layers:
         return run.freezing
-    first = sum(layer < frozen_layers(run) for layer in kept)
+    first = sum(layer < run.frozen_layers for layer in kept)
     return replace(run.freezing, freeze_first_layers=first)
 
 

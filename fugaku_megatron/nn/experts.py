@@ -277,11 +277,11 @@ class ExpertMatrices(nn.Module):
     def __init__(self, name: str, context: Context) -> None:
         super().__init__()
         model = context.model
-        f = model.moe_ffn_hidden_size or 0
+        f = model.expert_width
         h = model.hidden_size
         first = (2, f) if model.gated else (f,)
         bias = not model.disable_bias_linear
-        experts = (model.num_experts or 0,)
+        experts = (model.expert_count,)
         self.linear_fc1 = LinearLayer(
             f"{name}.linear_fc1", h, first, OUTPUTS, context, bias, experts
         )
@@ -352,7 +352,7 @@ class Experts(Layer):
 
     @property
     def _experts(self) -> int:
-        return self.model.num_experts or 0
+        return self.model.expert_count
 
     def _kept(
         self, scores: Tensor, chosen: Tensor, forward_pass: Pass, sequence: Comm | None

@@ -165,7 +165,7 @@ class Chunk(Layer):
         if self.is_first or (self.is_last and model.predictions):
             self.embedding = Embedding(vocabulary, context)
         own = virtual_stage_layers(run, virtual_stage)
-        self.frozen_layers = min(max(0, run.freezing.first_layers(model) - own.start), len(own))
+        self.frozen_layers = min(max(0, run.frozen_layers - own.start), len(own))
         self.layers = nn.ModuleList(
             TransformerLayer(n + 1, context) for n in own if n < model.num_layers
         )
