@@ -7,7 +7,6 @@ head a query, a key, and of its n / k value heads the values, gates, update stre
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,19 +20,6 @@ from .ops.delta_net import DeltaGates, DeltaHeads
 from .parameter import view_of
 
 A_RANGE = (1.0, 16.0)  # of exp(A_log) at the start, uniform as in Megatron-LM
-
-
-class _Inputs(NamedTuple):
-    """Parts of the input projection.
-
-    convolved: queries, keys and values as in `DeltaHeads` (s, b, 2 k key size + n value size)
-    gates: (s, b, n, value size). strengths, decays: (s, b, n)
-    """
-
-    convolved: Tensor
-    gates: Tensor
-    strengths: Tensor
-    decays: Tensor
 
 
 class GatedDeltaNet(Layer):
@@ -84,15 +70,6 @@ class GatedDeltaNet(Layer):
         inputs = torch.zeros(samples, width - 1, channels, dtype=dtype)
         return DeltaState(inputs, torch.zeros(samples, *state))
 
-    def _split(self, projected: Tensor) -> _Inputs:
-        heads = self.heads
-        sizes = self.model.key_head_parts
-        parts = projected.unflatten(-1, (heads.key_heads, -1)).split(
-            (sum(sizes[:3]), *sizes[3:]), -1
-        )
-        flat = [part.flatten(2) for part in parts]
-        return _Inputs(flat[0], flat[1].unflatten(-1, (heads.value_heads, -1)), flat[2], flat[3])
-
     def _own(self, parameter: Tensor) -> Tensor:
         """Return the rows of a parameter for the heads that this rank computes."""
         cp = self.context.cp
@@ -102,37 +79,37 @@ class GatedDeltaNet(Layer):
 
     def mix(self, projected: Tensor, forward_pass: Pass) -> Tensor:
         """Return the output of all heads, (s, b, n value size). Selective recompute reruns it."""
-        context = self.context
-        ops = context.ops
-        inputs = self._split(to_heads(projected, context.cp))
-        gates = ops.delta_gates(
-            inputs.decays, inputs.strengths, self._own(self.A_log), self._own(self.dt_bias)
-        )
-        weight = self._own(self.conv1d)
+        ops = self.ops
+        cp = self.context.cp
+        heads = self.heads
+        sizes = self.model.key_head_parts
+        by_key_head = to_heads(projected, cp).unflatten(-1, (heads.key_heads, -1))
+        parts = by_key_head.split((sum(sizes[:3]), *sizes[3:]), -1)
+        # Queries, keys and values as in `DeltaHeads`; of value heads gates, strengths and decays.
+        convolved, z, strengths, decays = (part.flatten(2) for part in parts)
+        gates = ops.delta_gates(decays, strengths, self._own(self.A_log), self._own(self.dt_bias))
         rows = forward_pass.rows
         if rows is None:
             starts = forward_pass.documents.starts
-            qkv = ops.causal_convolution(inputs.convolved, weight, starts)
-            out, _ = ops.gated_delta_rule(qkv, gates, self.heads, starts)
+            qkv = ops.causal_convolution(convolved, self._own(self.conv1d), starts)
+            out, _ = ops.gated_delta_rule(qkv, gates, heads, starts)
         else:
             state = rows.cache[self.layer]
             assert isinstance(state, DeltaState)
-            compute = self._advance if rows.one_each else self._prefill
-            out = compute(inputs.convolved, gates, state, rows)
-        shape = (*out.shape[:2], self.heads.value_heads, self.heads.value_size)
+            if rows.one_each:
+                samples = rows.samples
+                qkv = ops.cached_convolution(convolved, self.conv1d, state.inputs, samples)
+                out = ops.cached_delta_rule(qkv, gates, heads, state.states, samples)
+            else:
+                out = self._prefill(convolved, gates, state, rows)
+        by_head = (heads.value_heads, heads.value_size)
         normed = ops.gated_rms_norm(
-            out.view(shape), inputs.gates, self.out_norm, context.model.layernorm_epsilon
+            out.unflatten(-1, by_head),
+            z.unflatten(-1, by_head),
+            self.out_norm,
+            self.model.layernorm_epsilon,
         )
-        return to_rows(normed.flatten(2), context.cp)
-
-    def _advance(
-        self, convolved: Tensor, gates: DeltaGates, state: DeltaState, rows: Rows
-    ) -> Tensor:
-        """Compute one new token per sample, and update its state."""
-        ops = self.ops
-        samples = rows.samples
-        qkv = ops.cached_convolution(convolved, self.conv1d, state.inputs, samples)
-        return ops.cached_delta_rule(qkv, gates, self.heads, state.states, samples=samples)
+        return to_rows(normed.flatten(2), cp)
 
     def _prefill(
         self, convolved: Tensor, gates: DeltaGates, state: DeltaState, rows: Rows

@@ -25,7 +25,6 @@ from ..comm.autograd import (
 from ..comm.base import Comm
 from ..comm.grid import Groups
 from ..config.model import ModelConfig
-from ..config.parallel import A2A
 from ..config.run_config import RunConfig
 from ..config.training import SELECTIVE
 from ..costs.records import overlap_blocks
@@ -90,9 +89,6 @@ class Context:
         if self.recomputes(module, x, forward_pass):
             return recompute(function, x, forward_pass)
         return function(x, forward_pass)
-
-    def cp_comm_type(self, layer: int) -> str:
-        return self.run.cp_comm_types[layer - 1] if self.cp.size > 1 else A2A
 
     @property
     def sequence(self) -> Comm | None:
@@ -244,11 +240,6 @@ class Context:
             return reduce_scatter_to_sequence_parallel(partial, self.sequence, needs_values)
         return reduce_from_tensor_parallel(partial, self.tp) if needs_values else partial
 
-    @property
-    def output_std(self) -> float:
-        """Standard deviation of matrices that write to the residual stream, as in Megatron-LM."""
-        return float(self.model.init_method_std / self.model.residual_parts**0.5)
-
 
 def multiplied(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1.0 else x * factor
@@ -305,12 +296,17 @@ class LinearLayer(Layer):
         model = context.model
         rows = (*experts, *outputs)
         dims = {OUTPUTS: len(rows) - 1, INPUTS: len(rows), None: None}
+        std = model.init_method_std
+        if (
+            divided == INPUTS
+        ):  # smaller, because it writes to the residual stream, as in Megatron-LM
+            std = float(std / model.residual_parts**0.5)
         make = partial(context.parameter, experts=bool(experts))
         self.weight = make(
             f"{name}.weight",
             (*rows, inputs),
             dims[divided],
-            context.output_std if divided == INPUTS else model.init_method_std,
+            std,
             quantized=context.run.lora.base_in_int8,
         )
         self.bias = None

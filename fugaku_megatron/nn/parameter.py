@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, cast, overload
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -103,17 +103,14 @@ def row_groups(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
         start += count
 
 
-@overload
-def gradient_of(parameter: Tensor) -> Tensor: ...
+def gradient_of(parameter: Tensor) -> Tensor:
+    """Return the FP32 `main_grad`; None if the parameter is frozen."""
+    gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]  # torch's class does not know it
+    return gradient
 
 
-@overload
-def gradient_of(parameter: None) -> None: ...
-
-
-def gradient_of(parameter: Tensor | None) -> Tensor | None:
-    """Return the FP32 `main_grad`; None if the parameter is None or frozen."""
-    return None if parameter is None else parameter.main_grad  # type: ignore[attr-defined]  # torch's class does not know it
+def bias_gradient(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else gradient_of(bias)
 
 
 def is_frozen(parameter: Tensor) -> bool:
@@ -250,13 +247,9 @@ def matrix_of(parameter: Tensor, number: int) -> Tensor:
     return view_of(parameter, lambda whole: whole[number].flatten(0, -2))
 
 
-@overload
-def matrix(parameter: Tensor) -> Tensor: ...
-@overload
-def matrix(parameter: None) -> None: ...
-def matrix(parameter: Tensor | None) -> Tensor | None:
+def matrix(parameter: Tensor) -> Tensor:
     """Return a parameter (2, f, ...) as (2 f, ...), with its gradient."""
-    return None if parameter is None else view_of(parameter, lambda whole: whole.flatten(0, 1))
+    return view_of(parameter, lambda whole: whole.flatten(0, 1))
 
 
 # Packing once per optimizer step makes a matmul 3 to 5 per cent faster (head: 15), for one copy of the weights in forward and one

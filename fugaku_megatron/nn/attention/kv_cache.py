@@ -26,10 +26,6 @@ class LayerCache:
     def has_latents(self) -> bool:
         return self.values.data_ptr() == self.keys.data_ptr()
 
-    @property
-    def nbytes(self) -> int:
-        return self.keys.nbytes + (0 if self.has_latents else self.values.nbytes)
-
     def store(self, sample: int, first: int, keys: Tensor, values: Tensor) -> None:
         """Store as many last positions of keys (s, g, d) and values (s, g, v), from position `first`, as fit."""
         kept = torch.arange(max(0, len(keys) - self.slots), len(keys))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +17,25 @@ from torch import Tensor
 from ...config.training import CORE_ATTN, MLA_UP_PROJ
 from ...costs.attention import cache_slots
 from ..backward import rebuilt
-from ..forward_context import Pass
+from ..forward_context import Pass, Rows
 from ..layers import ColumnParallelLinear, Context, KernelNorm, ReplicatedLinear, inner_norm
 from ..ops.rotary import Rotary
 from .heads import Heads
 from .kv_cache import LayerCache
 from .self_attention import Attention
+
+
+class Latents(NamedTuple):
+    """Inputs of the projections to heads.
+
+    of_queries: (s, b, q_lora_rank), or (s, b, h) without --q-lora-rank.
+    of_keys: (s, b, kv_lora_rank), of keys and values.
+    shared_key: rotated part (whole s, b, r) of the keys of all heads.
+    """
+
+    of_queries: Tensor
+    of_keys: Tensor
+    shared_key: Tensor
 
 
 class MultiLatentAttention(Attention):
@@ -63,22 +77,19 @@ class MultiLatentAttention(Attention):
         norm.epsilon = self.model.latent_epsilon
         return norm
 
-    def _narrow_queries(self, x: Tensor, forward_pass: Pass) -> Tensor:
-        """Return the input (s, b, ...) of the queries' projection to heads."""
-        if self.model.q_lora_rank is None:
-            return x
-        narrow: Tensor = self.linear_q_down_proj(x, forward_pass)
-        return narrow if self.q_layernorm is None else self.q_layernorm(narrow)
-
-    def _narrow_keys(self, x: Tensor, forward_pass: Pass) -> tuple[Tensor, Tensor]:
-        """Return the input (s, b, kv_lora_rank) of the projection to keys and values, and the rotated part (whole s, b, r) of keys."""
+    def _narrow(self, x: Tensor, forward_pass: Pass) -> Latents:
         model = self.model
+        of_queries = x
+        if model.q_lora_rank is not None:
+            of_queries = self.linear_q_down_proj(x, forward_pass)
+            if self.q_layernorm is not None:
+                of_queries = self.q_layernorm(of_queries)
         down = self.linear_kv_down_proj(x, forward_pass)
-        narrow, shared_key = down.split((model.kv_lora_rank, model.qk_pos_emb_head_dim), -1)
-        narrow = narrow.contiguous()
+        of_keys, shared_key = down.split((model.kv_lora_rank, model.qk_pos_emb_head_dim), -1)
+        of_keys = of_keys.contiguous()
         if self.kv_layernorm is not None:
-            narrow = self.kv_layernorm(narrow)
-        return narrow, self.context.whole_sequence(shared_key)
+            of_keys = self.kv_layernorm(of_keys)
+        return Latents(of_queries, of_keys, self.context.whole_sequence(shared_key))
 
     def _queries(self, of_queries: Tensor, forward_pass: Pass) -> Tensor:
         """Return queries (s, b, n d) before their rotation."""
@@ -94,30 +105,28 @@ class MultiLatentAttention(Attention):
         # Megatron-LM rotates pairs of neighbours here, whatever --rotary-interleaved says.
         return Rotary(angles, rotated, interleaved=True, positions=places)
 
-    def _to_heads(
-        self, of_queries: Tensor, of_keys: Tensor, shared_key: Tensor, forward_pass: Pass
-    ) -> Tensor:
+    def _to_heads(self, latents: Latents, forward_pass: Pass) -> Tensor:
         """Return rotated queries, keys and values as in `Heads`, (s, b, n (2 d + v))."""
-        queries = self._queries(of_queries, forward_pass)
-        keys_values = self.linear_kv_up_proj(of_keys, forward_pass)
+        queries = self._queries(latents.of_queries, forward_pass)
+        keys_values = self.linear_kv_up_proj(latents.of_keys, forward_pass)
+        shared_key = latents.shared_key
         call = self._rotary(shared_key, forward_pass)
         return self.ops.latent_qkv(queries, keys_values, shared_key, self.own_heads, call)
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:
         """Attend, (s, b, h) -> (s, b, h), without the projection's bias."""
-        of_queries = self._narrow_queries(x, forward_pass)
-        of_keys, shared_key = self._narrow_keys(x, forward_pass)
+        latents = self._narrow(x, forward_pass)
         rows = forward_pass.rows
         if rows is None:
-            to_heads = partial(self._to_heads, of_queries, of_keys, shared_key, forward_pass)
+            to_heads = partial(self._to_heads, latents, forward_pass)
             qkv = to_heads()
             again = self.context.recomputes(MLA_UP_PROJ, qkv, forward_pass)
             with rebuilt(qkv, to_heads) if again else nullcontext():
                 context = self.context.recomputed(CORE_ATTN, self.attend, qkv, forward_pass)
         elif rows.one_each and self.linear_kv_up_proj.adapter is None:
-            context = self._decode_latents(of_queries, of_keys, shared_key, forward_pass)
+            context = self._decode_latents(latents, forward_pass, rows)
         else:
-            context = self._prefill_latents(of_queries, of_keys, shared_key, forward_pass)
+            context = self._prefill_latents(latents, forward_pass)
         projected: Tensor = self.linear_proj(context, forward_pass)
         return projected
 
@@ -135,15 +144,13 @@ class MultiLatentAttention(Attention):
         keys = torch.empty(samples, 1, slots, self.latent_heads.head_size, dtype=dtype)
         return LayerCache(keys, keys[..., : self.latent_heads.value_size])
 
-    def _prefill_latents(
-        self, of_queries: Tensor, of_keys: Tensor, shared_key: Tensor, forward_pass: Pass
-    ) -> Tensor:
+    def _prefill_latents(self, latents: Latents, forward_pass: Pass) -> Tensor:
         """Attend from prompts (r, 1, ...) as in training, and store their latents; -> (r, 1, n v)."""
-        qkv = self._to_heads(of_queries, of_keys, shared_key, forward_pass)
+        qkv = self._to_heads(latents, forward_pass)
         _, keys, _ = self.own_heads.split(qkv)
         rotated = keys[:, :, 0, 0, self.model.qk_head_dim :]
-        latents = torch.cat((of_keys, rotated), -1)
-        new = (latents, latents[..., : of_keys.shape[-1]])
+        stored = torch.cat((latents.of_keys, rotated), -1)
+        new = (stored, stored[..., : self.model.kv_lora_rank])
         return self.prefill(qkv, new, self.call(len(qkv), 0, forward_pass), forward_pass)
 
     def widen(self, keys: Tensor, values: Tensor, forward_pass: Pass) -> Tensor:
@@ -156,12 +163,10 @@ class MultiLatentAttention(Attention):
         shared = rotated.unsqueeze(2).expand(-1, -1, n, -1)
         return torch.cat((fixed, shared, of_values), 3).flatten(2)
 
-    def _decode_latents(
-        self, of_queries: Tensor, of_keys: Tensor, shared_key: Tensor, forward_pass: Pass
-    ) -> Tensor:
+    def _decode_latents(self, latents: Latents, forward_pass: Pass, rows: Rows) -> Tensor:
         """Attend from one new token of each sample (r, 1, ...) to latents, which are not projected to heads; -> (r, 1, n v)."""
-        assert forward_pass.rows is not None, "training has no cache"
         ops = self.ops
+        of_queries, of_keys, shared_key = latents
         fixed = self.model.qk_head_dim
         weight = self.linear_kv_up_proj.weight
         by_head = (len(of_keys), 1, self.own_heads.heads, -1)
@@ -172,5 +177,5 @@ class MultiLatentAttention(Attention):
         wide = torch.cat((absorbed.unsqueeze(1), rotated), 3).flatten(2)
         row = torch.cat((wide, of_keys, shared), 2)
         call = self.call(len(row), 0, forward_pass)._replace(heads=self.latent_heads)
-        context = self.decode(row, call, forward_pass.rows).view(by_head)
+        context = self.decode(row, call, rows).view(by_head)
         return ops.latents_to_values(context[:, 0], weight, fixed).flatten(1).unsqueeze(1)

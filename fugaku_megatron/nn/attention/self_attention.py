@@ -51,7 +51,7 @@ class Attention(Layer):
         model = context.model
         self.layer = layer
         self.kind = model.all_layer_kinds[layer - 1]
-        self.cp_comm_type = context.cp_comm_type(layer)
+        self.cp_comm_type = context.run.cp_comm_types[layer - 1] if context.cp.size > 1 else A2A
         tp = context.tp.size
         self.own_heads = Heads.of(model, tp)
         # Ranks that share the heads in attention.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...comm.autograd import Saved, apply_conjugates, apply_saving
 from ..dropout_key import Dropout
-from ..parameter import accumulate, gradient_of
+from ..parameter import accumulate, bias_gradient
 from .backend import Backend
 
 
@@ -67,7 +67,7 @@ def bias_dropout_add(
     def backward(dout: Tensor) -> tuple[Tensor, Tensor]:
         dout = dout.contiguous()
         dx = torch.empty_like(dout) if dropped.p else None
-        dbias = gradient_of(bias)
+        dbias = bias_gradient(bias)
         if dx is not None or dbias is not None:
             call_rowwise(kernels.bias_dropout_add_backward, dropped, dout, dx, dbias)
         return dout if dx is None else dx, dout

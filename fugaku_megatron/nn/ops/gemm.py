@@ -12,7 +12,15 @@ from torch import Tensor
 
 from ...comm.autograd import Saved, apply_saving, gather_sequence, reduce_scatter_sequence
 from ...comm.base import Comm
-from ..parameter import accumulate, as_float, as_rows, gradient_of, is_frozen, scales_keyword
+from ..parameter import (
+    accumulate,
+    as_float,
+    as_rows,
+    bias_gradient,
+    gradient_of,
+    is_frozen,
+    scales_keyword,
+)
 from .backend import Backend
 
 
@@ -93,7 +101,7 @@ def weight_gradient(
     # Postponed work must not keep the graph below x alive.
     x = x.detach()
     if ops.is_native("gemm"):
-        gradients = (gradient_of(weight), gradient_of(bias))
+        gradients = (gradient_of(weight), bias_gradient(bias))
         work = partial(ops.kernels.linear_weight_gradient, dy, x, *gradients, ops.sum_length(dy))
     else:
         work = partial(_torch_weight_gradient, dy, x, weight, bias)

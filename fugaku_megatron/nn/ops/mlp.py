@@ -41,7 +41,8 @@ class MLPWeights(NamedTuple):
     def as_matrices(self) -> MLPWeights:
         if not self.activation.gated:
             return self
-        return self._replace(weight1=matrix(self.weight1), bias1=matrix(self.bias1))
+        bias1 = None if self.bias1 is None else matrix(self.bias1)
+        return self._replace(weight1=matrix(self.weight1), bias1=bias1)
 
 
 def mlp(

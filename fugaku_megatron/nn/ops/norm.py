@@ -10,7 +10,7 @@ from torch import Tensor
 from ...comm.autograd import Saved, apply_saving
 from ...comm.base import Comm
 from ..dropout_key import Dropout
-from ..parameter import accumulate, as_rows, gradient_of, vector_gradient
+from ..parameter import accumulate, as_rows, bias_gradient, vector_gradient
 from .backend import Backend
 from .dropout import bias_dropout_add, call_rowwise
 
@@ -204,7 +204,7 @@ def bias_dropout_add_norm(
             dresidual,
             dx,
             *map(vector_gradient, parameters),
-            gradient_of(bias),
+            bias_gradient(bias),
         )
         return dresidual if dx is None else dx, dresidual
 
