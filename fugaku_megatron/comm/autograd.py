@@ -92,6 +92,7 @@ class _Saving(Function[Any]):
 
 
 Saved = tuple[Tensor | None, ...]
+SavedResult = tuple[Tensor, Saved]
 
 
 def apply_saving(

@@ -164,15 +164,9 @@ def option(default: Any, help: str, **traits: Any) -> Any:
     return field(default=default, metadata={"help": help, **traits})
 
 
-def optional(help: str, **traits: Any) -> Any:
-    """Return a field that is None unless it is set or computed from others."""
-    return option(None, help, **traits)
-
-
-def switch(help: str, **traits: Any) -> Any:
-    """Return a field that is off by default."""
-    return option(False, help, **traits)
-
+required = partial(option, MISSING)
+optional = partial(option, None)  # unless it is set or computed from others
+switch = partial(option, False)
 
 # Fields that a run may change when it resumes.
 free_option = partial(option, meaning=FREE)
@@ -189,10 +183,6 @@ angle_switch = partial(switch, meaning=ANGLES)
 course_option = partial(option, meaning=COURSE)
 course_optional = partial(optional, meaning=COURSE)
 course_switch = partial(switch, meaning=COURSE)
-
-
-def required(help: str, **traits: Any) -> Any:
-    return option(MISSING, help, **traits)
 
 
 def _requirement(need: str | Requirement) -> Requirement:

@@ -684,17 +684,23 @@ class ModelConfig(
             None if self.layer_types is None else layer_symbols(self.layer_types, self.num_layers)
         )
 
+    def _marked(self, name: str, default: bool = False) -> tuple[bool, ...]:
+        """Return True for each layer that a field marks; without the field all are `default`."""
+        text = getattr(self, name)
+        if text is None:
+            return tuple(repeat(default, self.num_layers))
+        return marked_layers(name, text, self.num_layers)
+
     @cached_property
     def _mixers(self) -> tuple[str | None, ...]:
-        freq = self.linear_attention_freq
+        if self._symbols is not None:
+            by_symbol = {row.symbol: name for name, row in MIXERS.items()}
+            return tuple(by_symbol.get(symbols[0]) for symbols in self._symbols)
         attention = MULTI_LATENT_ATTENTION if self.multi_latent_attention else ATTENTION
-        if self._symbols is None and (self.experimental_attention_variant is None or freq is None):
+        if self.experimental_attention_variant is None:
             return tuple(repeat(attention, self.num_layers))
-        if self._symbols is None:
-            delta = marked_layers("linear_attention_freq", freq, self.num_layers)
-            return tuple(GATED_DELTA_NET if layer else attention for layer in delta)
-        by_symbol = {row.symbol: name for name, row in MIXERS.items()}
-        return tuple(by_symbol.get(symbols[0]) for symbols in self._symbols)
+        delta = self._marked("linear_attention_freq")
+        return tuple(GATED_DELTA_NET if layer else attention for layer in delta)
 
     @cached_property
     def _mlps(self) -> tuple[str | None, ...]:
@@ -702,23 +708,17 @@ class ModelConfig(
         if self._symbols is not None:
             by_symbol = dict(zip(MLP_SYMBOLS, (dense, MLP_OF_EXPERTS), strict=True))
             return tuple(by_symbol.get(symbols[-1]) for symbols in self._symbols)
-        if not self.num_experts:
-            return tuple(repeat(dense, self.num_layers))
-        experts = marked_layers("moe_layer_freq", self.moe_layer_freq, self.num_layers)
-        return tuple(MLP_OF_EXPERTS if layer else dense for layer in experts)
+        experts = self._marked("moe_layer_freq")
+        return tuple(MLP_OF_EXPERTS if self.num_experts and layer else dense for layer in experts)
 
     @cached_property
     def _windows(self) -> tuple[int | None, ...]:
-        if self.window_attn_skip_freq is None:
-            return tuple(repeat(self.window, self.num_layers))
-        marked = marked_layers("window_attn_skip_freq", self.window_attn_skip_freq, self.num_layers)
+        marked = self._marked("window_attn_skip_freq", default=True)
         return tuple(self.window if layer else None for layer in marked)
 
     @cached_property
     def _ropes(self) -> tuple[str | None, ...]:
-        without = tuple(repeat(not self.rotary, self.num_layers))
-        if self.no_rope_freq is not None:
-            without = marked_layers("no_rope_freq", self.no_rope_freq, self.num_layers)
+        without = self._marked("no_rope_freq", default=not self.rotary)
         ropes = []
         for window, no_rope in zip(self._windows, without, strict=True):
             name = GLOBAL if window is None or self.window_rotary_base is None else LOCAL

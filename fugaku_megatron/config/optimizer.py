@@ -332,6 +332,13 @@ class OptimizerConfig(CheckedFields):
         )
 
     @cached_property
+    def weight_decays(self) -> tuple[float, float]:
+        """Weight decay at the start and at the end."""
+        given = (self.start_weight_decay, self.end_weight_decay)
+        start, end = (self.weight_decay if each is None else each for each in given)
+        return start, end
+
+    @cached_property
     def muon(self) -> bool:
         return OPTIMIZERS[self.optimizer].matrices is not None
 
@@ -360,8 +367,7 @@ class OptimizerConfig(CheckedFields):
                 f"{flag(name)} {value} has no effect with "
                 f"--weight-decay-incr-style {self.weight_decay_incr_style}: pass linear or cosine, or only --weight-decay",
             )
-        start = self.weight_decay if self.start_weight_decay is None else self.start_weight_decay
-        end = self.weight_decay if self.end_weight_decay is None else self.end_weight_decay
+        start, end = self.weight_decays
         check(
             start <= end,
             f"--end-weight-decay {end} is below --start-weight-decay {start}: the weight decay only grows, as in Megatron-LM; "

@@ -161,8 +161,7 @@ class ParamSchedule:
 
     def weight_decay(self, samples: int) -> float:
         o = self.config
-        start = o.weight_decay if o.start_weight_decay is None else o.start_weight_decay
-        end = o.weight_decay if o.end_weight_decay is None else o.end_weight_decay
+        start, end = o.weight_decays
         shape = SHAPES[o.weight_decay_incr_style]
         if not shape.decays or samples > self.total_samples:
             return end

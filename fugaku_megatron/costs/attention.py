@@ -15,7 +15,7 @@ from .context_parallel import attention_messages
 from .layers import typical_layer
 from .mixers import Elementwise, Matrices, MixerCosts, Segments, Shapes
 from .optimizer_states import shared_segments
-from .records import Record, Records, all_reduce
+from .records import Collectives, Record, Records, all_reduce
 from .sizes import (
     FP32_BYTES,
     context_bytes,
@@ -172,22 +172,22 @@ def _rotary(run: RunConfig, cp_comm_type: str, kind: LayerKind) -> Records:
         saved = run.tokens_per_microbatch * (
             heads * model.kv_channels * run.element_bytes + statistics * FP32_BYTES
         )
+    weights = heads * model.kv_channels
+    whole = 0
+    sums: Collectives = ()
     if together:  # sharded like the heads; ranks sum the squares of queries and keys
         sums = all_reduce(2 * run.tokens_per_microbatch * FP32_BYTES, run.tp)
-        weights = heads * model.kv_channels
-        return (
-            Record(
-                name="rotary", parameters=weights, saved_bytes=saved, forward=sums, backward=sums
-            ),
-        )
-    weights = 2 * model.norm.vectors * model.kv_channels
+    else:
+        whole = weights = 2 * model.norm.vectors * model.kv_channels
     return (
         Record(
             name="rotary",
             parameters=weights,
-            replicated=weights,
-            of_heads=weights,
+            replicated=whole,
+            of_heads=whole,
             saved_bytes=saved,
+            forward=sums,
+            backward=sums,
         ),
     )
 

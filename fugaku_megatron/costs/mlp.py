@@ -21,7 +21,6 @@ from .records import (
     MatmulCollectives,
     Record,
     Records,
-    all_reduce,
     linear,
 )
 from .sizes import FP32_BYTES
@@ -273,24 +272,15 @@ def _balance_collectives(run: RunConfig, shards: int) -> Collectives:
 
 
 def _expert_collectives(run: RunConfig) -> MatmulCollectives:
-    around = MatmulCollectives.from_run(run)
-    whole = run.activation_bytes
     pairs = run.tokens_per_microbatch * run.model.moe_router_topk
-    if run.sequence_shards == 1:
-        return replace(
-            around,
-            into=(),
-            into_backward=(*all_reduce(pairs * FP32_BYTES, run.tp), *all_reduce(whole, run.tp)),
-        )
-    sizes = whole, pairs * FP32_BYTES
-    gathers = (
-        *(Collective("all_gather", "tp", size // run.tp) for size in sizes),
-        Collective("all_gather", "tp", pairs * 8 // run.tp),
+    rows, scores, chosen = (
+        MatmulCollectives.from_run(run, size)
+        for size in (run.activation_bytes, pairs * FP32_BYTES, pairs * 8)
     )
     return replace(
-        around,
-        into=gathers,
-        into_backward=tuple(Collective("reduce_scatter", "tp", size) for size in sizes),
+        rows,
+        into=(*rows.into, *scores.into, *chosen.into),
+        into_backward=(*scores.into_backward[-1:], *rows.into_backward[-1:]),
     )
 
 

@@ -28,7 +28,7 @@ from .attention import (
 )
 from .layers import norm_record
 from .mixers import Elementwise, Segments, Shapes
-from .records import Collective, Collectives, Record, Records, all_reduce
+from .records import MatmulCollectives, Record, Records
 from .sizes import context_bytes, qkv_bytes
 
 _NORMS = {Q_UP: "q_layernorm", KV_UP: "kv_layernorm"}  # before these projections
@@ -114,9 +114,5 @@ class LatentAttentionCosts(AttentionCosts):
 def _rotation(run: RunConfig) -> Record:
     """Return the rotation with the exchange of the keys' rotated part, which all heads share."""
     bytes = run.tokens_per_microbatch * run.model.qk_pos_emb_head_dim * run.element_bytes
-    if run.sequence_shards == 1:
-        return Record(name="rotary", backward=all_reduce(bytes, run.tp))
-    forward: Collectives = (Collective("all_gather", "tp", bytes // run.tp),)
-    return Record(
-        name="rotary", forward=forward, backward=(Collective("reduce_scatter", "tp", bytes),)
-    )
+    around = MatmulCollectives.from_run(run, bytes)
+    return Record(name="rotary", forward=around.into, backward=around.into_backward[-1:])

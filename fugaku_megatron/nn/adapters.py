@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.autograd import Gradients, Saved, apply_saving
+from ..comm.autograd import Gradients, Saved, SavedResult, apply_saving
 from ..config.layer_kinds import FC1, IN_PROJ, QKV
 from ..config.lora import (
     DROPOUT_COLUMNS,
@@ -27,12 +27,11 @@ from ..config.lora import (
     LoraConfig,
 )
 from ..config.model import ModelConfig
-from ..config.rows import ACTIVATIONS
 from .attention.context_parallel import own_segments
 from .dropout_key import Dropout, DropoutKey
 from .forward_context import Pass
 from .ops import Ops
-from .ops.activation import Activation, is_fused
+from .ops.activation import Activation, fused_kernel
 from .ops.dropout import masked
 from .parameter import as_rows, gradient_of, matrix
 
@@ -214,7 +213,7 @@ def _down(ops: Ops, x: Tensor, a: Tensor, dropout: InputDropout | None) -> Tenso
     """Return dropout(x) A^T."""
     trained_below = x.requires_grad
 
-    def forward() -> tuple[Tensor, Saved]:
+    def forward() -> SavedResult:
         rows = as_rows(_dropped(ops.kernels, x, dropout))
         stacked = matrix(a)
         t = rows.new_empty(len(rows), len(stacked))
@@ -227,7 +226,7 @@ def _down(ops: Ops, x: Tensor, a: Tensor, dropout: InputDropout | None) -> Tenso
         ops.weight_gradient(dt, as_rows(_dropped(ops.kernels, x, dropout)), stacked, None)
         if not trained_below:
             return ()
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dx = x.new_empty(x.shape)
         ops.data_gradient(dt, stacked, dx.view(len(dt), -1))
         return (_dropped(ops.kernels, dx, dropout),)
 
@@ -244,7 +243,7 @@ def _accumulate_up(b: Tensor, total: Tensor, mask: Tensor | None, scale: float) 
 def _up(ops: Ops, y: Tensor, t: Tensor, b: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Return y + scale t B^T."""
 
-    def forward() -> tuple[Tensor, Saved]:
+    def forward() -> SavedResult:
         rows = as_rows(t)
         whole = expanded(b, mask, scale)
         out = rows.new_empty(len(rows), len(whole))
@@ -315,7 +314,7 @@ def activated_linear(
             added = _inner_gradient(plain, dt, stacked, rows, activation)
             total.add_(_dropped(ops.kernels, added.view(*lead, -1), dropout).view_as(total))
             del added
-        if not is_fused(ops, activation):
+        if fused_kernel(ops, activation) is None:
             dpre = torch.empty_like(rows)
             ops.activation_gradient(total, rows, dpre, activation)
             total = dpre
@@ -329,8 +328,8 @@ def _inner_gradient(
 ) -> Tensor:
     """Return dy weight (rows, f), times the derivative at pre if the kernel is fused."""
     dinner = pre.new_empty(len(pre), weight.shape[1])
-    fused = (pre, ACTIVATIONS[activation.name].kernel) if is_fused(ops, activation) else ()
-    ops.data_gradient(dy, weight, dinner, *fused)
+    fused = fused_kernel(ops, activation)
+    ops.data_gradient(dy, weight, dinner, None if fused is None else pre, fused)
     return dinner
 
 

@@ -34,10 +34,10 @@ class DropoutKey:
             return key
         return replace(key, cut=len(first), after_cut=second[0].start)
 
-    def row_ranges(self) -> Iterator[tuple[slice | None, DropoutKey]]:
-        """Yield each range of consecutive rows, None for all rows, and its key."""
+    def row_ranges(self) -> Iterator[tuple[slice, DropoutKey]]:
+        """Yield each range of consecutive rows, and its key."""
         if self.cut is None:
-            yield None, self
+            yield slice(None), self
         else:
             yield slice(self.cut), replace(self, cut=None)
             yield slice(self.cut, None), replace(self, row0=self.after_cut, cut=None)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..comm.all_to_all import AllToAll, GroupedAllToAll, copy_rows, sum_copied_rows
 from ..comm.autograd import (
-    Saved,
+    SavedResult,
     apply_conjugates,
     apply_saving,
     gather_sequence,
@@ -231,7 +231,7 @@ def _sum_of_experts(
     """
     counts = order.counts
 
-    def forward() -> tuple[Tensor, Saved]:
+    def forward() -> SavedResult:
         weight1, weight2, activation = weights.matrices
         rows = as_rows(x)
         factors = scores.detach().flatten()[order.pairs]  # (n,)
@@ -344,15 +344,14 @@ class Experts(Layer):
         scores = context.whole_sequence(scores)
         chosen = gather_sequence(chosen, context.sequence)
         order = Order.of(
-            self.ops, chosen, self._experts, self._kept(scores, chosen, forward_pass, None)
+            self.ops,
+            chosen,
+            self.model.expert_count,
+            self._kept(scores, chosen, forward_pass, None),
         )
         out = self._computed(whole, scores, order, forward_pass)
         out = context.out_of_matmul(out.view(whole.shape), forward_pass.needs_values)
         return out if self.shared_experts is None else out + self.shared_experts(x, forward_pass)
-
-    @property
-    def _experts(self) -> int:
-        return self.model.expert_count
 
     def _kept(
         self, scores: Tensor, chosen: Tensor, forward_pass: Pass, sequence: Comm | None
@@ -388,12 +387,12 @@ class Experts(Layer):
     ) -> Tensor:
         """Return `forward` with expert parallelism. Inside a node all rows are sent at once, by all threads."""
         far = ep.size > 1 and not ep.inside_node
-        groups = exchanged_groups(self._experts // ep.size) if far else 1
-        numbers = Route.numbers(self._experts, groups, ep.size)
+        groups = exchanged_groups(self.model.expert_count // ep.size) if far else 1
+        numbers = Route.numbers(self.model.expert_count, groups, ep.size)
         order = Order.of(
             self.ops,
             numbers[chosen],
-            self._experts,
+            self.model.expert_count,
             self._kept(scores, chosen, forward_pass, self.context.sequence),
         )
         routes, turns = Route.of(self.ops, order.counts, groups, ep, etp)

@@ -150,7 +150,6 @@ class Chunk(Layer):
     ) -> None:
         super().__init__(context)
         model = run.model
-        self.tp = context.tp
         self.is_first = virtual_stage == 0
         self.is_last = virtual_stage == run.placement.virtual_stages - 1
         self.logits_rows = logits_rows
@@ -274,7 +273,7 @@ class Chunk(Layer):
 
     def _head_loss(self, factor: float) -> HeadLoss:
         return HeadLoss(
-            self.tp,
+            self.context.tp,
             self.output_weight.spec.offset[0],
             factor,
             rows_at_once=self.logits_rows,

@@ -147,13 +147,10 @@ class Q8Weight(NamedTuple):
     scales: Tensor
 
     @staticmethod
-    def empty(*shape: int) -> Q8Weight:
-        scales = torch.empty(*shape[:-1], blocks_of(shape[-1]), dtype=torch.bfloat16)
-        return Q8Weight(torch.empty(shape, dtype=torch.int8), scales)
-
-    @staticmethod
     def of(weight: Tensor) -> Q8Weight:
-        return Q8Weight.empty(*weight.shape).quantize(weight)
+        *rows, inputs = weight.shape
+        scales = torch.empty(*rows, blocks_of(inputs), dtype=torch.bfloat16)
+        return Q8Weight(torch.empty(weight.shape, dtype=torch.int8), scales).quantize(weight)
 
     def quantize(self, weight: Tensor) -> Q8Weight:
         """Quantize `weight` (..., in), of any float dtype."""
@@ -167,10 +164,6 @@ class Q8Weight(NamedTuple):
             self.values.flatten(0, -2), self.scales.flatten(0, -2), out.flatten(0, -2)
         )
         return out
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes + self.scales.nbytes
 
 
 def scales_of(weight: Tensor) -> Tensor | None:

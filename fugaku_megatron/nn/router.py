@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..comm.autograd import Saved, apply_saving
+from ..comm.autograd import SavedResult, apply_saving
 from ..config.experts import SEQUENCE_AUX, SIGMOID
 from ..config.model import ModelConfig
 from .backward import attach_loss
@@ -29,15 +29,15 @@ SINKHORN_ROUNDS = 1000
 def small_linear(ops: Ops, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + bias in FP32, with few outputs. x (s, b, h), weight (e, h), bias (e,) -> (rows, e)."""
 
-    def forward() -> tuple[Tensor, Saved]:
-        y = as_rows(x).float() @ weight.detach().float().t()
+    def forward() -> SavedResult:
+        y = as_rows(x).float() @ weight.detach().float().mT
         return y if bias is None else y + bias.detach().float(), (x,)
 
     def backward(dy: Tensor, x: Tensor) -> Tensor:
         if bias is not None:
             accumulate(bias, dy.sum(0))
         rows = as_rows(x).detach()
-        ops.weight_gradients.add(lambda: accumulate(weight, dy.t() @ rows.float()))
+        ops.weight_gradients.add(lambda: accumulate(weight, dy.mT @ rows.float()))
         return (dy @ weight.detach().float()).to(x.dtype).view_as(x)
 
     return apply_saving(forward, backward, x, weight, bias)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...comm.all_to_all import AllToAll
-from ...comm.autograd import Saved, apply_conjugates, apply_saving
+from ...comm.autograd import SavedResult, apply_conjugates, apply_saving
 from ...comm.base import DONE, Comm, Handle
 from ...config.parallel import ALLGATHER
 from ...costs.context_parallel import rank_segments, segment_numbers, span, visible_keys
@@ -165,10 +165,6 @@ def visible_blocks(mask: AttentionMask, queries: list[range], keys: range) -> It
         row += len(segment)
 
 
-def needed(mask: AttentionMask, queries: list[range], keys: range) -> range:
-    return span(block.keys for block in visible_blocks(mask, queries, keys))
-
-
 class Result:
     """Attention of r queries to the keys so far: total (r, b, n, v) in FP32, log of the softmax sums lse (b, n, r)."""
 
@@ -268,9 +264,12 @@ class _Passed:
         self._segments = [rank_segments(rank, cp.size, call.mask.length) for rank in range(cp.size)]
 
     def _needed(self, rank: int, source: int) -> list[range]:
+        """Return the keys of each of a source's segments that a rank's queries see."""
+        mask = self._call.mask
+        queries = self._segments[rank]
         return [
-            needed(self._call.mask, self._segments[rank], segment)
-            for segment in self._segments[source]
+            span(block.keys for block in visible_blocks(mask, queries, keys))
+            for keys in self._segments[source]
         ]
 
     def _rows(self, segment: int, keys: range) -> slice:
@@ -367,7 +366,7 @@ def shared_attention(
     heads = call.heads
     exchange = _Gathered if cp_comm_type == ALLGATHER else _Passed
 
-    def forward() -> tuple[Tensor, Saved]:
+    def forward() -> SavedResult:
         rows = qkv.contiguous()
         result = Result(len(rows), rows.shape[1], call)
         for block, kv in exchange(cp, call, keys_of(rows, heads).flatten(2).contiguous()):

@@ -32,9 +32,8 @@ class Heads:
         """Return the heads on one of `ranks`. copies: of each query group's key and value, on different ranks"""
         heads = model.num_attention_heads // ranks
         groups = model.query_groups * copies // ranks
-        if not model.multi_latent_attention:
-            return Heads(heads, groups, model.kv_channels)
-        return Heads(heads, groups, model.kv_channels, model.v_head_dim, model.attention_scale)
+        scale = model.attention_scale if model.multi_latent_attention else None
+        return Heads(heads, groups, model.kv_channels, model.value_size, scale)
 
     @property
     def queries_per_group(self) -> int:

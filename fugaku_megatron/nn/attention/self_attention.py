@@ -221,23 +221,22 @@ class SelfAttention(Attention):
         self.linear_qkv = ColumnParallelLinear(
             f"{name}.linear_qkv", model.hidden_size, (model.qkv_width,), context, model.qkv_bias
         )
-        self.q_layernorm: KernelNorm | None = None
-        self.k_layernorm: KernelNorm | None = None
-        if model.qk_layernorm:
-            self.q_layernorm = self._norm(f"{name}.q_layernorm", model.num_attention_heads)
-            self.k_layernorm = self._norm(f"{name}.k_layernorm", model.query_groups)
+        self.q_layernorm = self._norm(f"{name}.q_layernorm", model.num_attention_heads)
+        self.k_layernorm = self._norm(f"{name}.k_layernorm", model.query_groups)
         self.add_output(name)
 
-    def _norm(self, name: str, heads: int) -> KernelNorm:
+    def _norm(self, name: str, heads: int) -> KernelNorm | None:
         """Build the norm of queries or keys over head size d, with the same weight (and LayerNorm bias) for all heads.
 
         Replicated; each rank computes the gradient from its own heads. With --qk-layernorm-all-heads the norm is over all heads of the
         model together, with a weight per element, which is sharded like the heads.
         """
+        if not self.model.qk_layernorm:
+            return None
         context = self.context
-        size = context.model.kv_channels
+        size = self.model.kv_channels
         make = partial(context.parameter, decays=context.run.optimizer.apply_wd_to_qk_layernorm)
-        if context.model.qk_layernorm_all_heads:
+        if self.model.qk_layernorm_all_heads:
             return inner_norm(name, context, heads * size, partial(make, partition_dim=0))
         return inner_norm(name, context, size, partial(make, sequence_parallel=True))
 

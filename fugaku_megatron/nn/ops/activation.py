@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...config.model import ModelConfig
-from ...config.rows import ACTIVATIONS
+from ...config.rows import ACTIVATIONS, ActivationPart
 from ..parameter import accumulate
 from .backend import Backend
 
@@ -52,12 +52,16 @@ class Activation(NamedTuple):
         return Activation(model.activation, settings, parameters)
 
     @property
+    def row(self) -> ActivationPart:
+        return ACTIVATIONS[self.name]
+
+    @property
     def gated(self) -> bool:
-        return ACTIVATIONS[self.name].gated
+        return self.row.gated
 
     @property
     def functions(self) -> Functions:
-        found: Functions = resolve_name(ACTIVATIONS[self.name].functions)
+        found: Functions = resolve_name(self.row.functions)
         return found
 
     @property
@@ -187,11 +191,12 @@ XIELU = Functions(
 
 def kernel(ops: Backend, activation: Activation) -> str | None:
     """Return the C++ kernels' name of the activation, or None."""
-    return ACTIVATIONS[activation.name].kernel if ops.is_native("gemm") else None
+    return activation.row.kernel if ops.is_native("gemm") else None
 
 
-def is_fused(ops: Backend, activation: Activation) -> bool:
-    return kernel(ops, activation) is not None and not activation.gated
+def fused_kernel(ops: Backend, activation: Activation) -> str | None:
+    """Return the C++ kernels' name of an activation that matmuls compute too, or None."""
+    return None if activation.gated else kernel(ops, activation)
 
 
 def as_gates(pre: Tensor) -> Tensor:

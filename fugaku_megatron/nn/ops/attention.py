@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...comm.autograd import Saved, apply_saving
+from ...comm.autograd import SavedResult, apply_saving
 from ...config.rows import HEAD_MULTIPLE
 from ..attention.context_parallel import SharedCall
 from ..attention.heads import Heads
@@ -46,7 +46,7 @@ def attention(
     key = dropped.key
     drop = (dropped.p, key.seed, key.stream, key.first_sample, key.row0 // s)
 
-    def forward() -> tuple[Tensor, Saved]:
+    def forward() -> SavedResult:
         rows = qkv.contiguous()
         out = rows.new_empty(s, b, heads.context_width)
         lse = rows.new_empty(b, heads.heads, s, dtype=torch.float32)
@@ -97,9 +97,9 @@ def _torch_attention(
     hidden = torch.ones(s, s, dtype=torch.bool).triu(1) if visible is None else ~visible
     # The queries of a group are stacked, (b, g, n/g s, d), so that no key or value is repeated.
     stacked = queries.unflatten(1, (heads.groups, -1)).flatten(2, 3)
-    scores = torch.matmul(stacked, keys.transpose(-1, -2)).reshape(b, heads.heads, s, s)
+    scores = torch.matmul(stacked, keys.mT).reshape(b, heads.heads, s, s)
     scores = scores * heads.score_scale
-    probabilities = drop(torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1))
+    probabilities = drop(torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1))
     context = torch.matmul(probabilities.view(b, heads.groups, -1, s), values)
     return context.reshape(b, heads.heads, s, -1).permute(2, 0, 1, 3).reshape(s, b, -1)
 
@@ -142,7 +142,7 @@ def cached_attention(
                 )
             )
             continue
-        scores = queries.float() @ keys[stored].float().transpose(-1, -2) * heads.score_scale
+        scores = queries.float() @ keys[stored].float().mT * heads.score_scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         if sinks is not None:

@@ -73,14 +73,14 @@ def add_block_gradients(
     probabilities = torch.exp(scores - lse.unsqueeze(-1))
     mask = _block_dropout(ops, call, block, len(scores))
     delta = (grad * context).sum(-1, keepdim=True)
-    dscores = probabilities * (grad @ values.transpose(-1, -2) * mask - delta) * heads.score_scale
+    dscores = probabilities * (grad @ values.mT * mask - delta) * heads.score_scale
     if call.softcap is not None:
         capped = scores.masked_fill(probabilities == 0, 0.0) / call.softcap
         dscores *= 1 - capped.square()
     dqueries = (dscores @ keys).unflatten(1, (heads.groups, -1))
     heads.split(dqkv)[0].add_(dqueries.permute(3, 0, 1, 2, 4))  # (q, b, g, n/g, d)
-    dkeys = dscores.transpose(-1, -2) @ queries
-    dvalues = (probabilities * mask).transpose(-1, -2) @ grad
+    dkeys = dscores.mT @ queries
+    dvalues = (probabilities * mask).mT @ grad
     for total, part in zip(heads.split_keys(dkv), (dkeys, dvalues), strict=True):
         total.add_(
             part.unflatten(1, (heads.groups, -1)).sum(2).permute(2, 0, 1, 3)
@@ -121,7 +121,7 @@ def _block_scores(
     visible = visible.expand(qkv.shape[1], -1, -1)
     if mask.starts is not None:
         visible = visible & (key >= mask.starts[:, query].unsqueeze(-1))
-    scores = (queries @ keys.transpose(-1, -2)) * heads.score_scale
+    scores = (queries @ keys.mT) * heads.score_scale
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     return scores.masked_fill(~visible.unsqueeze(1), -torch.inf), queries, keys, values

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...comm.autograd import Gradients, Saved, apply_saving
+from ...comm.autograd import Gradients, Saved, SavedResult, apply_saving
 from ...costs.delta_net import CHUNK
 from ..parameter import accumulate, as_rows, vector_gradient
 from .backend import Backend
@@ -79,11 +79,6 @@ def delta_gates(
     return DeltaGates(*apply_saving(forward, backward, alpha, beta, a_log, dt_bias))
 
 
-class _Rule(NamedTuple):
-    heads: DeltaHeads
-    starts: Tensor | None
-
-
 def gated_delta_rule(
     ops: Backend,
     qkv: Tensor,
@@ -101,7 +96,7 @@ def gated_delta_rule(
         shape = (qkv.shape[1], heads.value_heads, heads.key_size, heads.value_size)
         state = qkv.new_zeros(shape, dtype=torch.float32)
     if not ops.is_native("attention"):
-        return _torch_rule(qkv, gates, _Rule(heads, starts), state)
+        return _torch_rule(qkv, gates, heads, starts, state)
     kernels = ops.kernels
 
     def forward() -> tuple[tuple[Tensor, Tensor], Saved]:
@@ -150,11 +145,10 @@ def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _read_chunk(
-    qkv: Tensor, gates: DeltaGates, rule: _Rule, first: int
+    qkv: Tensor, gates: DeltaGates, heads: DeltaHeads, starts: Tensor | None, first: int
 ) -> tuple[_Chunk, tuple[Tensor, Tensor]]:
     """Return the chunk from token `first` on, and the reciprocal lengths of its queries and keys."""
     tokens = slice(first, first + CHUNK)
-    heads = rule.heads
     queries, keys, values = heads.split(qkv[tokens])
     queries, keys, values = (
         x.permute(1, 2, 0, 3) for x in (queries, keys, values.flatten(2, 3))
@@ -166,11 +160,11 @@ def _read_chunk(
     count = decay.shape[-1]
     visible = torch.ones(count, count, dtype=torch.bool).tril()
     reached = torch.ones(count, dtype=torch.bool)
-    if rule.starts is not None:
-        starts = rule.starts[:, None, tokens]
-        visible = visible & (torch.arange(first, first + count) >= starts.unsqueeze(-1))
-        reached = starts < max(first, 1)
-    pairwise = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(~visible, float("-inf"))
+    if starts is not None:
+        own_starts = starts[:, None, tokens]
+        visible = visible & (torch.arange(first, first + count) >= own_starts.unsqueeze(-1))
+        reached = own_starts < max(first, 1)
+    pairwise = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(~visible, -torch.inf)
     pairwise = pairwise.exp().float()
     from_state = (decay.exp().float() * reached).unsqueeze(-1)
     chunk = _Chunk(
@@ -188,7 +182,7 @@ def _read_chunk(
 
 def _corrections(chunk: _Chunk, state: Tensor) -> tuple[Tensor, Tensor]:
     """Return the chunk's updates of the state, values minus predictions (b, n, c, value_size), before and after times beta."""
-    products = (chunk.keys @ chunk.keys.transpose(-1, -2) * chunk.pairwise).tril(-1)
+    products = (chunk.keys @ chunk.keys.mT * chunk.pairwise).tril(-1)
     target = chunk.values - chunk.from_state * (chunk.keys @ state)
     updates = torch.linalg.solve_triangular(
         products * chunk.beta, target * chunk.beta, upper=False, unitriangular=True
@@ -199,9 +193,9 @@ def _corrections(chunk: _Chunk, state: Tensor) -> tuple[Tensor, Tensor]:
 def _chunk_results(chunk: _Chunk, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return the results (b, n, c, value_size) and the next state."""
     _, updates = _corrections(chunk, state)
-    scores = chunk.queries @ chunk.keys.transpose(-1, -2) * chunk.pairwise
+    scores = chunk.queries @ chunk.keys.mT * chunk.pairwise
     results = chunk.from_state * (chunk.queries @ state) + scores @ updates
-    state = chunk.whole * state + (chunk.to_state * chunk.keys).transpose(-1, -2) @ updates
+    state = chunk.whole * state + (chunk.to_state * chunk.keys).mT @ updates
     return results * scale, state
 
 
@@ -223,30 +217,25 @@ def _chunk_gradients(
     unscaled, updates = _corrections(chunk, state)
     queries, keys = chunk.queries, chunk.keys
     dupdates = (
-        (queries @ keys.transpose(-1, -2) * chunk.pairwise).transpose(-1, -2) @ dresults
+        (queries @ keys.mT * chunk.pairwise).mT @ dresults
         + chunk.to_state * (keys @ dstate)
     )  # fmt: skip
-    products = (keys @ keys.transpose(-1, -2) * chunk.pairwise).tril(-1)
+    products = (keys @ keys.mT * chunk.pairwise).tril(-1)
     solved = torch.linalg.solve_triangular(
-        (products * chunk.beta).transpose(-1, -2), dupdates, upper=True, unitriangular=True
+        (products * chunk.beta).mT, dupdates, upper=True, unitriangular=True
     )
     dvalues = chunk.beta * solved
     # Of the matrices of scores and of products, each already times its decays.
-    dscores = dresults @ updates.transpose(-1, -2) * chunk.pairwise
-    dproducts = -(dvalues @ updates.transpose(-1, -2) * chunk.pairwise).tril(-1)
+    dscores = dresults @ updates.mT * chunk.pairwise
+    dproducts = -(dvalues @ updates.mT * chunk.pairwise).tril(-1)
     from_results = chunk.from_state * dresults
     from_values = -chunk.from_state * dvalues
-    to_next = updates @ dstate.transpose(-1, -2) * chunk.to_state
-    dqueries = from_results @ state.transpose(-1, -2) + dscores @ keys
+    to_next = updates @ dstate.mT * chunk.to_state
+    dqueries = from_results @ state.mT + dscores @ keys
     dkeys = (
-        from_values @ state.transpose(-1, -2)
-        + dscores.transpose(-1, -2) @ queries
-        + (dproducts + dproducts.transpose(-1, -2)) @ keys
-        + to_next
+        from_values @ state.mT + dscores.mT @ queries + (dproducts + dproducts.mT) @ keys + to_next
     )
-    weighted = dscores * (queries @ keys.transpose(-1, -2)) + dproducts * (
-        keys @ keys.transpose(-1, -2)
-    )
+    weighted = dscores * (queries @ keys.mT) + dproducts * (keys @ keys.mT)
     weighted = weighted.tril(-1)
     # The last token is added to the last state as it is.
     to_last = (to_next * keys).sum(-1)
@@ -254,11 +243,7 @@ def _chunk_gradients(
     of_state = (from_results * (queries @ state) + from_values * (keys @ state)).sum(-1)
     ddecay = weighted.sum(-1) - weighted.sum(-2) + of_state - to_last
     ddecay[..., -1] += to_last.sum(-1) + (chunk.whole * state * dstate).sum((-1, -2))
-    first_dstate = (
-        chunk.whole * dstate
-        + queries.transpose(-1, -2) @ from_results
-        + keys.transpose(-1, -2) @ from_values
-    )
+    first_dstate = chunk.whole * dstate + queries.mT @ from_results + keys.mT @ from_values
     gradients = _ChunkGradients(
         dqueries,
         dkeys,
@@ -270,16 +255,15 @@ def _chunk_gradients(
 
 
 def _torch_rule(
-    qkv: Tensor, gates: DeltaGates, rule: _Rule, state: Tensor
+    qkv: Tensor, gates: DeltaGates, heads: DeltaHeads, starts: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    heads = rule.heads
     firsts = range(0, len(qkv), CHUNK)
 
     def forward() -> tuple[tuple[Tensor, Tensor], Saved]:
         out = qkv.new_empty(*qkv.shape[:2], heads.value_heads, heads.value_size)
         states = [state]
         for first in firsts:
-            chunk, _ = _read_chunk(qkv, gates, rule, first)
+            chunk, _ = _read_chunk(qkv, gates, heads, starts, first)
             results, after = _chunk_results(chunk, states[-1], heads.key_size**-0.5)
             states.append(after)
             out[first : first + CHUNK] = results.permute(2, 0, 1, 3)
@@ -288,13 +272,13 @@ def _torch_rule(
     def backward(
         dout: Tensor, dstate: Tensor, qkv: Tensor, decay: Tensor, beta: Tensor, *states: Tensor
     ) -> Gradients:
-        dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+        dqkv = qkv.new_empty(qkv.shape)
         ddecay = torch.empty_like(decay)
         dbeta = torch.empty_like(beta)
         dheads = dout.unflatten(-1, (-1, heads.value_size))
         for first, state in zip(reversed(firsts), reversed(states), strict=True):
             tokens = slice(first, first + CHUNK)
-            chunk, lengths = _read_chunk(qkv, DeltaGates(decay, beta), rule, first)
+            chunk, lengths = _read_chunk(qkv, DeltaGates(decay, beta), heads, starts, first)
             dresults = dheads[tokens].permute(1, 2, 0, 3).float() * heads.key_size**-0.5
             gradients, dstate = _chunk_gradients(chunk, state, dresults, dstate)
             dqueries, dkeys, dvalues = heads.split(dqkv[tokens])
@@ -361,14 +345,14 @@ def causal_convolution(
         return _torch_convolution(x, weight, starts, earlier)
     kernels = ops.kernels
 
-    def forward() -> tuple[Tensor, Saved]:
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    def forward() -> SavedResult:
+        y = x.new_empty(x.shape)
         before = None if earlier is None else earlier.contiguous()
         kernels.convolution_forward(x, weight, y, starts=starts, earlier=before)
         return y, (x, starts, before)
 
     def backward(dy: Tensor, x: Tensor, starts: Tensor | None, earlier: Tensor | None) -> Gradients:
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dx = x.new_empty(x.shape)
         dearlier = None if earlier is None else torch.empty_like(earlier)
         kernels.convolution_backward(
             dy.contiguous(),
@@ -415,7 +399,7 @@ def _torch_convolution(
     s = len(x)
     width = weight.shape[1]
 
-    def forward() -> tuple[Tensor, Saved]:
+    def forward() -> SavedResult:
         total = _convolve(_taps(x, width, starts, earlier), weight)
         return F.silu(total).to(x.dtype), (x, starts, earlier)
 
@@ -463,7 +447,7 @@ def gated_rms_norm(ops: Backend, x: Tensor, gate: Tensor, weight: Tensor, epsilo
         return _torch_gated_norm(x, gate, weight, epsilon)
     kernels = ops.kernels
 
-    def forward() -> tuple[Tensor, Saved]:
+    def forward() -> SavedResult:
         rows = x.contiguous()
         y = torch.empty_like(rows)
         kernels.gated_norm(_tokens(rows), _tokens(gate), weight, _tokens(y), epsilon)
@@ -488,7 +472,7 @@ def gated_rms_norm(ops: Backend, x: Tensor, gate: Tensor, weight: Tensor, epsilo
 
 
 def _torch_gated_norm(x: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    def forward() -> tuple[Tensor, Saved]:
+    def forward() -> SavedResult:
         y, rstd = normalized(x.float(), weight.float(), epsilon)
         return (y * F.silu(gate.float())).to(x.dtype), (x, gate, rstd)
 

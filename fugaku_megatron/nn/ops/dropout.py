@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm.autograd import Saved, apply_conjugates, apply_saving
+from ...comm.autograd import SavedResult, apply_conjugates, apply_saving
 from ..dropout_key import Dropout
 from ..parameter import accumulate, bias_gradient
 from .backend import Backend
@@ -31,10 +31,8 @@ def masked(kernels: Any, x: Tensor, dropped: Dropout) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     for rows, own in key.row_ranges():
-        source = x if rows is None else x[rows]
-        target = out if rows is None else out[rows]
         kernels.dropout(
-            source, target, p, own.seed, own.stream, own.first_sample, own.sample_dim, own.row0
+            x[rows], out[rows], p, own.seed, own.stream, own.first_sample, own.sample_dim, own.row0
         )
     return out
 
@@ -55,10 +53,10 @@ def bias_dropout_add(
         return residual + dropout(ops, x if bias is None else add_bias(x, bias), dropped)
     kernels = ops.kernels
 
-    def forward() -> tuple[Tensor, Saved]:
+    def forward() -> SavedResult:
         if not needs_values:
             return residual.new_empty(1).expand_as(residual), ()
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        out = x.new_empty(x.shape)
         call_rowwise(
             kernels.bias_dropout_add, dropped, x.contiguous(), bias, residual.contiguous(), out
         )
@@ -86,12 +84,10 @@ def call_rowwise(kernel: Callable[..., Any], dropped: Dropout, *args: Any) -> No
         kernel(*cut, dropped.p, own.seed, own.stream, own.first_sample, own.row0)
 
 
-def _rows_of(x: Any, rows: slice | None) -> Any:
+def _rows_of(x: Any, rows: slice) -> Any:
     if not isinstance(x, Tensor) or x.dim() == 1:
         return x
-    if rows is not None:
-        x = x[rows]
-    return x if x.dim() == 3 else x.flatten()
+    return x[rows] if x.dim() == 3 else x[rows].flatten()
 
 
 def add_bias(x: Tensor, bias: Tensor) -> Tensor:

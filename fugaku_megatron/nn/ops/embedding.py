@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...comm.autograd import Gradients, Saved, apply_saving
+from ...comm.autograd import Gradients, SavedResult, apply_saving
 from ..parameter import gradient_of
 from .backend import Backend
 
@@ -20,7 +20,7 @@ def embedding(ops: Backend, tokens: Tensor, weight: Tensor, first_row: int = 0) 
         return _torch_embedding(tokens, weight, first_row)
     tokens = tokens.contiguous()
 
-    def forward() -> tuple[Tensor, Saved]:
+    def forward() -> SavedResult:
         out = weight.new_empty(*tokens.shape, weight.shape[1])
         ops.kernels.embedding(tokens, weight, out, first_row)
         return out, ()
@@ -52,10 +52,10 @@ def add_position(ops: Backend, x: Tensor, weight: Tensor, first: int = 0) -> Ten
     """Add rows from `first` on of weight (positions, h) to x (s, b, h)."""
     native = ops.is_native("embedding")
 
-    def forward() -> tuple[Tensor, Saved]:
+    def forward() -> SavedResult:
         if not native:
             return x + weight[first : first + len(x)].unsqueeze(1), ()
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        out = x.new_empty(x.shape)
         ops.kernels.add_position(x.contiguous(), weight[first:], out)
         return out, ()
 

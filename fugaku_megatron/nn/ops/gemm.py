@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...comm.autograd import Saved, apply_saving, gather_sequence, reduce_scatter_sequence
+from ...comm.autograd import SavedResult, apply_saving, gather_sequence, reduce_scatter_sequence
 from ...comm.base import Comm
 from ..parameter import (
     accumulate,
@@ -40,9 +40,9 @@ def matmul(
     if not ops.is_native("gemm"):
         weight = as_float(weight, x.dtype)
         if bias is None:
-            torch.mm(x, weight.t(), out=out)
+            torch.mm(x, weight.mT, out=out)
         else:
-            torch.addmm(bias, x, weight.t(), out=out)
+            torch.addmm(bias, x, weight.mT, out=out)
         return
     length = ops.sum_length(x)
     if len(x) <= ops.few_rows and not length:
@@ -110,9 +110,9 @@ def weight_gradient(
 
 def _torch_weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if weight.dtype == torch.float32:
-        gradient_of(weight).addmm_(dy.t(), x)
+        gradient_of(weight).addmm_(dy.mT, x)
     else:
-        accumulate(weight, dy.t() @ x)
+        accumulate(weight, dy.mT @ x)
     if bias is not None:
         accumulate(bias, dy.sum(0, dtype=torch.float32))
 
@@ -120,7 +120,7 @@ def _torch_weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor |
 def outer_sum(ops: Backend, dy: Tensor, x: Tensor) -> Tensor:
     """Return dy^T x (out, in) in FP32."""
     if not ops.is_native("gemm"):
-        return dy.t().float() @ x.float()
+        return dy.mT.float() @ x.float()
     total = torch.zeros(dy.shape[1], x.shape[1])
     ops.kernels.linear_weight_gradient(dy, x, total)
     return total
@@ -139,7 +139,7 @@ def linear(
         gradient of x.
     """
 
-    def forward() -> tuple[Tensor, Saved]:
+    def forward() -> SavedResult:
         out = x.new_empty(row_count(x, sequence), weight.shape[0])
         whole = gather_sequence(x, sequence)
         rows = as_rows(whole)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...comm.autograd import Saved, apply_saving
+from ...comm.autograd import SavedResult, apply_saving
 from ...comm.base import Comm
 from ..backward import WeightGradients
 from ..parameter import gradient_of, is_frozen
@@ -87,7 +87,7 @@ def _native_head_loss(
     needs_gradient = x.requires_grad
     shape = x.shape
 
-    def forward() -> tuple[Tensor, Saved]:
+    def forward() -> SavedResult:
         rows = x.contiguous().view(-1, x.shape[-1])
         block = call.rows_at_once or len(labels)
         total = 0.0
@@ -179,7 +179,7 @@ def _torch_cross_entropy(logits: Tensor, labels: Tensor, call: HeadLoss, z_sum: 
     elsewhere = (rows < 0) | (rows >= logits.shape[-1])
     rows = rows.masked_fill(elsewhere, 0).unsqueeze(-1)
 
-    def forward() -> tuple[Tensor, Saved]:
+    def forward() -> SavedResult:
         values = logits.float()  # (s, b, v)
         if call.unpadded_rows is not None:
             values[..., call.unpadded_rows :] = -math.inf

@@ -11,11 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...comm.autograd import Saved, apply_saving, gather_sequence, reduce_scatter_sequence
+from ...comm.autograd import SavedResult, apply_saving, gather_sequence, reduce_scatter_sequence
 from ...comm.base import Comm
-from ...config.rows import ACTIVATIONS
 from ..parameter import as_rows, columns_of, gradient_of, is_frozen, matrix
-from .activation import Activation, activate, activation_gradient, as_gates, is_fused, kernel
+from .activation import Activation, activate, activation_gradient, as_gates, fused_kernel, kernel
 from .backend import Backend
 from .gemm import data_gradient, matmul, row_count, weight_gradient
 
@@ -59,17 +58,18 @@ def mlp(
     """
     weights = weights.as_matrices()
     weight1, bias1, weight2, activation = weights
+    fused = fused_kernel(ops, activation)
     overwrites_input = ops.is_native("gemm") and (not needs_values or sequence is not None)
 
-    def forward() -> tuple[Tensor, Saved]:
+    def forward() -> SavedResult:
         pre = x.new_empty(row_count(x, sequence), len(weight1))
         whole = gather_sequence(x, sequence)
         rows = as_rows(whole)
         if needs_values:
             out = x.new_empty(len(rows), len(weight2))
-            if is_fused(ops, activation):
+            if fused is not None:
                 inner = torch.empty_like(pre)
-                matmul(ops, rows, weight1, inner, bias1, ACTIVATIONS[activation.name].kernel, pre)
+                matmul(ops, rows, weight1, inner, bias1, fused, pre)
             else:
                 matmul(ops, rows, weight1, pre, bias1)
                 inner = activate(ops, pre, activation)
@@ -107,8 +107,9 @@ def argument_gradient(
     ops: Backend, dy: Tensor, weight2: Tensor, pre: Tensor, dpre: Tensor, activation: Activation
 ) -> None:
     """Write the gradient of pre to dpre, from dy (rows, h)."""
-    if is_fused(ops, activation):
-        data_gradient(ops, dy, weight2, dpre, pre, ACTIVATIONS[activation.name].kernel)
+    fused = fused_kernel(ops, activation)
+    if fused is not None:
+        data_gradient(ops, dy, weight2, dpre, pre, fused)
         return
     dinner = pre.new_empty(len(pre), weight2.shape[1])
     data_gradient(ops, dy, weight2, dinner)
@@ -136,7 +137,7 @@ def add_second_weight_gradient(
 def _overwrite_with_gradient(
     ops: Backend, dy: Tensor, pre: Tensor, weight2: Tensor, activation: Activation
 ) -> None:
-    row = ACTIVATIONS[activation.name]
+    row = activation.row
     packed = ops.packed(weight2, dy.dtype, transposed=True)
     length = ops.sum_length(dy)
     for columns, inner in _column_blocks(pre, weight2.shape[1], whole=packed is not None):
@@ -178,7 +179,7 @@ def _add_columns_gradient(
     columns: slice,
     activation: Activation,
 ) -> None:
-    row = ACTIVATIONS[activation.name]
+    row = activation.row
     if row.gated:
         ops.kernels.gate(argument, inner, row.kernel)
     else:

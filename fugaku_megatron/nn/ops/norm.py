@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...comm.autograd import Saved, apply_saving
+from ...comm.autograd import Saved, SavedResult, apply_saving
 from ...comm.base import Comm
 from ..dropout_key import Dropout
 from ..parameter import accumulate, as_rows, bias_gradient, vector_gradient
@@ -43,7 +43,7 @@ def norm(ops: Backend, x: Tensor, call: NormArguments) -> Tensor:
     if bias is not None:
         return torch_layer_norm(x, weight, bias, epsilon)
 
-    def forward() -> tuple[Tensor, Saved]:
+    def forward() -> SavedResult:
         y, rstd = normalized(x, weight, epsilon)
         return y, (x, rstd)
 
@@ -58,7 +58,7 @@ def norm(ops: Backend, x: Tensor, call: NormArguments) -> Tensor:
 def _native_norm(kernels: Any, x: Tensor, call: NormArguments) -> Tensor:
     parameters = call.parameters
 
-    def forward() -> tuple[Tensor, Saved]:
+    def forward() -> SavedResult:
         rows = x.contiguous()
         y = torch.empty_like(rows)
         count = rows.numel() // rows.shape[-1]
@@ -80,7 +80,7 @@ def _native_norm(kernels: Any, x: Tensor, call: NormArguments) -> Tensor:
 def torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
     """Return the layer norm of x (..., h) by torch, without bias if it is None."""
 
-    def forward() -> tuple[Tensor, Saved]:
+    def forward() -> SavedResult:
         y, mean, rstd = torch.native_layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
         return y, (x, mean, rstd)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...comm.autograd import Saved, apply_conjugates, apply_saving
+from ...comm.autograd import SavedResult, apply_conjugates, apply_saving
 from ..attention.heads import Heads
 
 
@@ -36,7 +36,7 @@ def split_gate(projected: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
 def gated(context: Tensor, gates: Tensor) -> Tensor:
     """Return context * sigmoid(gates), (s, b, n d), computed in FP32."""
 
-    def forward() -> tuple[Tensor, Saved]:
+    def forward() -> SavedResult:
         return (context * torch.sigmoid(gates.float())).to(context.dtype), (context, gates)
 
     def backward(dout: Tensor, context: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:

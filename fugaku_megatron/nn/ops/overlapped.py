@@ -13,10 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...comm.autograd import Gathering, RowBlocks, Saved, Summing, apply_saving
-from ...config.rows import ACTIVATIONS
+from ...comm.autograd import Gathering, RowBlocks, SavedResult, Summing, apply_saving
 from ..parameter import as_rows
-from .activation import activate, is_fused
+from .activation import activate, fused_kernel
 from .backend import Backend
 from .gemm import data_gradient, matmul, weight_gradient
 from .mlp import MLPWeights, add_second_weight_gradient, argument_gradient
@@ -27,7 +26,7 @@ def column_linear(
 ) -> Tensor:
     """Return `linear` of the gathered x, (s / t, b, in) -> (s, b, out)."""
 
-    def forward() -> tuple[Tensor, Saved]:
+    def forward() -> SavedResult:
         out = x.new_empty(x.shape[0] * blocks.comm.size, x.shape[1], weight.shape[0])
         gathering = Gathering(blocks, x)
         out_rows = out.view(-1, out.shape[-1])
@@ -49,7 +48,7 @@ def column_linear(
 def row_linear(ops: Backend, x: Tensor, weight: Tensor, blocks: RowBlocks) -> Tensor:
     """Return this rank's shard of the sum of `linear` over ranks, (s, b, in) -> (s / t, b, out)."""
 
-    def forward() -> tuple[Tensor, Saved]:
+    def forward() -> SavedResult:
         x_rows = as_rows(x)
         total = Summing(blocks, len(x_rows), weight.shape[0], x.dtype)
         for rows, block in total:
@@ -74,19 +73,19 @@ def overlapped_mlp(
     """Return this rank's shard of the sum of `mlp` over ranks, (s / t, b, h) -> (s / t, b, h)."""
     weights = weights.as_matrices()
     weight1, bias1, weight2, activation = weights
+    fused = fused_kernel(ops, activation)
 
-    def forward() -> tuple[Tensor, Saved]:
+    def forward() -> SavedResult:
         gathering = Gathering(blocks, x)
         pre = x.new_empty(len(gathering.rows), len(weight1))
         inner = None
-        if needs_values and is_fused(ops, activation):
+        if needs_values and fused is not None:
             inner = torch.empty_like(pre)
         for rows in gathering:
             if inner is None:
                 matmul(ops, gathering.rows[rows], weight1, pre[rows], bias1)
             else:
-                kernel = ACTIVATIONS[activation.name].kernel
-                matmul(ops, gathering.rows[rows], weight1, inner[rows], bias1, kernel, pre[rows])
+                matmul(ops, gathering.rows[rows], weight1, inner[rows], bias1, fused, pre[rows])
         gathering.wait()
         if not needs_values:
             return x.new_empty(1).expand(x.shape), (x, pre)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...comm.autograd import Saved, apply_conjugates, apply_saving
+from ...comm.autograd import SavedResult, apply_conjugates, apply_saving
 from ..attention.heads import Angles, Heads
 from ..parameter import accumulate, vector_gradient
 from .backend import Backend
@@ -51,7 +51,7 @@ def rotary(ops: Backend, qkv: Tensor, call: Rotary) -> Tensor:
     angles, positions = _of_rows(call, qkv)
     queries_per_group = call.heads.queries_per_group
 
-    def forward() -> tuple[Tensor, Saved]:
+    def forward() -> SavedResult:
         x = qkv.contiguous()
         out = torch.empty_like(x)
         kernels.rotary_norm(
@@ -127,7 +127,7 @@ def _heads(qkv: Tensor, call: Rotary) -> Tensor:
 
 
 def _torch_rotary_norm(qkv: Tensor, call: Rotary, norm: HeadNorms) -> Tensor:
-    def forward() -> tuple[Tensor, Saved]:
+    def forward() -> SavedResult:
         x = qkv.contiguous()
         out = x.clone()
         for part, weight in zip(call.heads.split(out)[:2], norm[:2], strict=True):
