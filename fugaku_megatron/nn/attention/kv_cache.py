@@ -35,8 +35,11 @@ class LayerCache:
     def before(self, sample: int, position: int) -> tuple[Tensor, Tensor]:
         """Return the keys (c, g, d) and values (c, g, v) of the last positions before `position`, in order."""
         kept = torch.arange(max(0, position - self.slots), position) % self.slots
-        keys = self.keys[sample].index_select(1, kept).transpose(0, 1)
-        return keys, self.values[sample].index_select(1, kept).transpose(0, 1)
+        keys, values = (
+            cache[sample].index_select(1, kept).transpose(0, 1)
+            for cache in (self.keys, self.values)
+        )
+        return keys, values
 
 
 @dataclass(frozen=True)

@@ -177,5 +177,5 @@ class MultiLatentAttention(Attention):
         wide = torch.cat((absorbed.unsqueeze(1), rotated), 3).flatten(2)
         row = torch.cat((wide, of_keys, shared), 2)
         call = self.call(len(row), 0, forward_pass)._replace(heads=self.latent_heads)
-        context = self.decode(row, call, rows).view(by_head)
+        context = ops.cached_attention(row, self._cache(rows), rows, call).view(by_head)
         return ops.latents_to_values(context[:, 0], weight, fixed).flatten(1).unsqueeze(1)

@@ -82,24 +82,19 @@ def yarn_frequencies(model: ModelConfig) -> Tensor:
     return ramp / (model.rotary_scaling_factor * powers) + (1 - ramp) / powers
 
 
-def concentration(model: ModelConfig) -> float:
-    """Return the factor on queries and keys: YaRN's, from --attention-multiplier, or 1."""
-    if model.attention_multiplier is not None:
-        return float((model.attention_multiplier * model.kv_channels**0.5) ** 0.5)
-    return model.yarn_attention_factor
-
-
 def rotary_angles(model: ModelConfig, positions: Tensor, length: int) -> Angles:
     """Return (cosines, sines) for positions (s,) in a sequence of `length`, each (s, rotated elements / 2) in FP32.
 
     model: a value of `ModelConfig.ropes`.
-    Both include `concentration`.
+    Both include the factor on queries and keys, YaRN's or from --attention-multiplier.
     """
     angles = torch.outer(
         positions.float() / (model.rotary_seq_len_interpolation_factor or 1.0),
         frequencies(model, length),
     )
-    factor = concentration(model)
+    factor = model.yarn_attention_factor
+    if model.attention_multiplier is not None:
+        factor = float((model.attention_multiplier * model.kv_channels**0.5) ** 0.5)
     sines = angles.sin()
     cosines = angles.cos_()
     return (cosines, sines) if factor == 1.0 else (cosines.mul_(factor), sines.mul_(factor))

@@ -113,7 +113,8 @@ class Attention(Layer):
         if forward_pass.rows is None:
             return to_rows(self._alone(qkv, call), cp)
         if forward_pass.rows.one_each:
-            return self.decode(qkv, call, forward_pass.rows)
+            rows = forward_pass.rows
+            return self.ops.cached_attention(qkv, self._cache(rows), rows, call)
         _, keys, values = self.heads.split(qkv)
         return self.prefill(qkv, (keys[:, 0, :, 0], values[:, 0, :, 0]), call, forward_pass)
 
@@ -130,10 +131,6 @@ class Attention(Layer):
         )
         p = self.model.attention_dropout if forward_pass.training else 0.0
         return SharedCall(self.heads, mask, Dropout(p, key), softcap, self._sinks())
-
-    def decode(self, qkv: Tensor, call: SharedCall, rows: Rows) -> Tensor:
-        """Attend from one new token of each sample to its earlier ones, qkv (r, 1, ...) -> (r, 1, n v)."""
-        return self.ops.cached_attention(qkv, self._cache(rows), rows, call)
 
     def prefill(
         self, qkv: Tensor, new: tuple[Tensor, Tensor], call: SharedCall, forward_pass: Pass
