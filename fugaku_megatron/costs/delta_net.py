@@ -22,16 +22,6 @@ SEGMENT = 256  # tokens between two saved states
 FP32_SHARE = 0.42
 
 
-def _token_flops(model: ModelConfig) -> int:
-    """Return a token's forward FLOPs per value head, without the solved triangle.
-
-    Keys with keys and queries with keys, both with the state and the updates, and the update of the state.
-    """
-    k = model.linear_key_head_dim
-    v = model.linear_value_head_dim
-    return 4 * min(CHUNK, model.seq_length) * (k + v) + 6 * k * v
-
-
 def _mixed_bytes(run: RunConfig) -> tuple[int, int, int]:
     """Return the bytes that the convolution, the delta rule and the norm save."""
     model = run.model
@@ -71,7 +61,9 @@ class DeltaNetCosts(MixerCosts):
                 Collective("all_to_all", "cp", rows * each * run.element_bytes)
                 for each in (width, values)
             )
-        flops = rows * heads * _token_flops(model)
+        # Of keys with keys and queries with keys, both with the state and the updates, and of the state's update; without
+        # the solved triangle.
+        flops = rows * heads * (4 * min(CHUNK, model.seq_length) * (k + v) + 6 * k * v)
         return (
             self.projection(run, IN_PROJ, saved_bytes=run.residual_bytes),
             Record(

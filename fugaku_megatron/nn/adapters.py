@@ -250,7 +250,7 @@ def _up(ops: Ops, y: Tensor, t: Tensor, b: Tensor, mask: Tensor | None, scale: f
         ops.matmul(rows, whole, out)
         return out.view(y.shape).add_(y), (rows, mask)
 
-    def backward(dy: Tensor, rows: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def backward(dy: Tensor, rows: Tensor, mask: Tensor | None) -> Gradients:
         rows_dy = as_rows(dy)
         ops.weight_gradients.add(
             lambda: _accumulate_up(b, ops.outer_sum(rows_dy, rows), mask, scale)

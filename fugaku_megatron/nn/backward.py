@@ -24,7 +24,7 @@ def backward(y: Tensor, dy: Tensor | None) -> None:
 def attach_loss(x: Tensor, loss: Tensor, factor: float) -> Tensor:
     """Return x; its backward adds `factor` to the gradient of `loss` ()."""
 
-    def backward(dx: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(dx: Tensor) -> Gradients:
         return dx, torch.tensor(factor, dtype=torch.float32)
 
     return apply_saving(lambda: (x.view_as(x), ()), backward, x, loss)

@@ -65,8 +65,8 @@ class MLP(Layer):
         fc1 = self.linear_fc1
         fc2 = self.linear_fc2
         context = self.context
-        names = ACTIVATIONS[context.model.activation].parameters
-        activation = Activation.of(context.model, tuple(self.activation[each] for each in names))
+        names = ACTIVATIONS[self.model.activation].parameters
+        activation = Activation.of(self.model, tuple(self.activation[each] for each in names))
         weights = MLPWeights(fc1.weight, fc1.bias, fc2.weight, activation)
         if fc1.adapter is not None or fc2.adapter is not None:
             return self._adapted(x, weights, forward_pass)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..comm.all_to_all import AllToAll, GroupedAllToAll, copy_rows, sum_copied_rows
 from ..comm.autograd import (
+    Gradients,
     SavedResult,
     apply_conjugates,
     apply_saving,
@@ -247,7 +248,7 @@ def _sum_of_experts(
         weights.add_second_bias(out, counts, factors)
         return order.combine(out), (x, pre, factors)
 
-    def backward(dy: Tensor, x: Tensor, pre: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(dy: Tensor, x: Tensor, pre: Tensor, factors: Tensor) -> Gradients:
         weight1, weight2, activation = weights.matrices
         dout = order.dispatch(as_rows(dy))  # (n, h)
         inner = pre.new_empty(len(pre), weight2.shape[2])

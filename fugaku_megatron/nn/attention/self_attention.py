@@ -258,20 +258,17 @@ class SelfAttention(Attention):
 
     def _normed(self, qkv: Tensor) -> Tensor:
         model = self.model
+        tp = self.context.tp
         *parts, values = self.heads.split(qkv)
-        norms = (self.q_layernorm, self.k_layernorm)
-        if model.qk_layernorm_all_heads and self.context.tp.size > 1:
-            queries, keys = parts
-            scales = tuple(norm.scale() for norm in norms if norm is not None)
-            rows = queries.flatten(2).contiguous(), keys.flatten(2).contiguous()
-            both = sharded_rms_norm(rows, scales, model.layernorm_epsilon, self.context.tp)
-            views = [y.view(part.shape) for y, part in zip(both, parts, strict=True)]
-            return torch.cat((*views, values), 3).view(qkv.shape)
-        normed = []
-        for part, norm in zip(parts, norms, strict=True):
-            assert norm is not None, "the model normalises queries and keys"
-            x = part.flatten(2) if model.qk_layernorm_all_heads else part.contiguous()
-            normed.append(norm(x).view(part.shape))
+        norms = [norm for norm in (self.q_layernorm, self.k_layernorm) if norm is not None]
+        together = model.qk_layernorm_all_heads
+        rows = [(x.flatten(2) if together else x).contiguous() for x in parts]
+        if together and tp.size > 1:
+            scales = [norm.scale() for norm in norms]
+            both = sharded_rms_norm(rows, scales, model.layernorm_epsilon, tp)
+        else:
+            both = [norm(x) for norm, x in zip(norms, rows, strict=True)]
+        normed = (y.view(part.shape) for y, part in zip(both, parts, strict=True))
         return torch.cat((*normed, values), 3).view(qkv.shape)
 
     def forward(self, x: Tensor, forward_pass: Pass) -> Tensor:

@@ -68,7 +68,7 @@ def delta_gates(
 
     def backward(
         ddecay: Tensor, dstrength: Tensor, alpha: Tensor, decay: Tensor, strength: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Gradients:
         slope = -a_log.float().exp() * torch.sigmoid(alpha.float() + dt_bias.float())
         dalpha = ddecay * slope
         accumulate(a_log, as_rows(ddecay * decay).sum(0))
@@ -453,7 +453,7 @@ def gated_rms_norm(ops: Backend, x: Tensor, gate: Tensor, weight: Tensor, epsilo
         kernels.gated_norm(_tokens(rows), _tokens(gate), weight, _tokens(y), epsilon)
         return y, (rows, gate)
 
-    def backward(dy: Tensor, x: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(dy: Tensor, x: Tensor, gate: Tensor) -> Gradients:
         dx = torch.empty_like(x)
         dgate = torch.empty_like(x)
         kernels.gated_norm_backward(
@@ -476,7 +476,7 @@ def _torch_gated_norm(x: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -
         y, rstd = normalized(x.float(), weight.float(), epsilon)
         return (y * F.silu(gate.float())).to(x.dtype), (x, gate, rstd)
 
-    def backward(dy: Tensor, x: Tensor, gate: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(dy: Tensor, x: Tensor, gate: Tensor, rstd: Tensor) -> Gradients:
         z = gate.float()
         sigmoid = torch.sigmoid(z)
         dx, dweight = norm_gradients(dy.float() * z * sigmoid, x.float(), rstd, weight.float())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm.autograd import SavedResult, apply_conjugates, apply_saving
+from ...comm.autograd import Gradients, SavedResult, apply_conjugates, apply_saving
 from ..dropout_key import Dropout
 from ..parameter import accumulate, bias_gradient
 from .backend import Backend
@@ -62,7 +62,7 @@ def bias_dropout_add(
         )
         return out, ()
 
-    def backward(dout: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(dout: Tensor) -> Gradients:
         dout = dout.contiguous()
         dx = torch.empty_like(dout) if dropped.p else None
         dbias = bias_gradient(bias)

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...comm.autograd import apply_conjugates
+from ...comm.autograd import Gradients, apply_conjugates
 from ..attention.heads import Heads
 from .backend import Backend
 from .rotary import Rotary, rotate
@@ -62,7 +62,7 @@ def latent_qkv(
         value.copy_(of_values)
         return qkv
 
-    def backward(dqkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(dqkv: Tensor) -> Gradients:
         query, key, value = (part.squeeze(3) for part in heads.split(dqkv))
         rotated, shared = turn(query[..., fixed:], key[..., fixed:].sum(2), inverse=True)
         dqueries = torch.cat((query[..., :fixed], rotated), 3)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...comm.autograd import Saved, SavedResult, apply_saving
+from ...comm.autograd import Gradients, Saved, SavedResult, apply_saving
 from ...comm.base import Comm
 from ..dropout_key import Dropout
 from ..parameter import accumulate, as_rows, bias_gradient, vector_gradient
@@ -114,21 +115,19 @@ def norm_gradients(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple
 
 
 def sharded_rms_norm(
-    rows: tuple[Tensor, Tensor], weights: tuple[Tensor, ...], epsilon: float, tp: Comm
-) -> tuple[Tensor, Tensor]:
+    rows: Sequence[Tensor], weights: Sequence[Tensor], epsilon: float, tp: Comm
+) -> Sequence[Tensor]:
     """Return the RMS norm of each of two tensors (..., elements of this rank) over the elements of all ranks, by torch.
 
     weights: (elements of this rank,) each
     """
 
-    def forward() -> tuple[tuple[Tensor, Tensor], Saved]:
+    def forward() -> tuple[tuple[Tensor, ...], Saved]:
         squares = _sums(tp, *(x.float().square() for x in rows))
         statistics = [torch.rsqrt(mean + epsilon) for mean in squares]
-        queries, keys = (
-            (x * rstd * weight).to(x.dtype)
-            for x, rstd, weight in zip(rows, statistics, weights, strict=True)
-        )
-        return (queries, keys), (*rows, *statistics)
+        each = zip(rows, statistics, weights, strict=True)
+        normed = tuple((x * rstd * weight).to(x.dtype) for x, rstd, weight in each)
+        return normed, (*rows, *statistics)
 
     def backward(*tensors: Tensor) -> list[Tensor]:
         statistics = tensors[4:]
@@ -188,9 +187,7 @@ def bias_dropout_add_norm(
         )
         return (total, y), (total, *statistics)
 
-    def backward(
-        dtotal: Tensor, dy: Tensor, total: Tensor, *statistics: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def backward(dtotal: Tensor, dy: Tensor, total: Tensor, *statistics: Tensor) -> Gradients:
         dresidual = torch.empty_like(total)
         dx = torch.empty_like(total) if dropped.p else None
         call_rowwise(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...comm.autograd import SavedResult, apply_conjugates, apply_saving
+from ...comm.autograd import Gradients, SavedResult, apply_conjugates, apply_saving
 from ..attention.heads import Heads
 
 
@@ -39,7 +39,7 @@ def gated(context: Tensor, gates: Tensor) -> Tensor:
     def forward() -> SavedResult:
         return (context * torch.sigmoid(gates.float())).to(context.dtype), (context, gates)
 
-    def backward(dout: Tensor, context: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(dout: Tensor, context: Tensor, gates: Tensor) -> Gradients:
         sigmoid = torch.sigmoid(gates.float())
         scaled = dout * sigmoid
         dgates = scaled * context * (1.0 - sigmoid)
