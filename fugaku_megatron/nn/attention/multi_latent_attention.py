@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...config.layer_kinds import KV_DOWN, KV_UP, Q_DOWN, Q_PROJ, Q_UP
 from ...config.training import CORE_ATTN, MLA_UP_PROJ
 from ...costs.attention import cache_slots
 from ..backward import rebuilt
@@ -43,32 +44,28 @@ class MultiLatentAttention(Attention):
 
     def __init__(self, name: str, layer: int, context: Context) -> None:
         super().__init__(layer, context)
-        model = context.model
-        h = model.hidden_size
-        n = model.num_attention_heads
-        of_queries = n * model.kv_channels
+        rank = self.model.q_lora_rank
         self.q_layernorm: KernelNorm | None = None
-        self.kv_layernorm: KernelNorm | None = None
-        if model.q_lora_rank is None:
-            self.linear_q_proj = self._up(f"{name}.linear_q_proj", h, of_queries)
+        if rank is None:
+            self.linear_q_proj = self._up(name, Q_PROJ)
         else:
-            rank = model.q_lora_rank
-            self.linear_q_down_proj = ReplicatedLinear(
-                f"{name}.linear_q_down_proj", h, rank, context
-            )
+            self.linear_q_down_proj = self._down(name, Q_DOWN)
             self.q_layernorm = self._norm(f"{name}.q_layernorm", rank)
-            self.linear_q_up_proj = self._up(f"{name}.linear_q_up_proj", rank, of_queries)
-        rank = model.kv_lora_rank
-        self.linear_kv_down_proj = ReplicatedLinear(
-            f"{name}.linear_kv_down_proj", h, rank + model.qk_pos_emb_head_dim, context
-        )
-        self.kv_layernorm = self._norm(f"{name}.kv_layernorm", rank)
-        of_keys_and_values = n * (model.qk_head_dim + model.v_head_dim)
-        self.linear_kv_up_proj = self._up(f"{name}.linear_kv_up_proj", rank, of_keys_and_values)
+            self.linear_q_up_proj = self._up(name, Q_UP)
+        self.linear_kv_down_proj = self._down(name, KV_DOWN)
+        self.kv_layernorm = self._norm(f"{name}.kv_layernorm", self.model.kv_lora_rank)
+        self.linear_kv_up_proj = self._up(name, KV_UP)
         self.add_output(name)
 
-    def _up(self, name: str, inputs: int, outputs: int) -> ColumnParallelLinear:
-        return ColumnParallelLinear(name, inputs, (outputs,), self.context, bias=False)
+    def _down(self, name: str, linear: str) -> ReplicatedLinear:
+        outputs, inputs = self.model.linear_shapes[linear]
+        return ReplicatedLinear(f"{name}.{linear}", inputs, outputs, self.context)
+
+    def _up(self, name: str, linear: str) -> ColumnParallelLinear:
+        outputs, inputs = self.model.linear_shapes[linear]
+        return ColumnParallelLinear(
+            f"{name}.{linear}", inputs, (outputs,), self.context, bias=False
+        )
 
     def _norm(self, name: str, width: int) -> KernelNorm | None:
         if not self.model.qk_layernorm:
