@@ -20,11 +20,13 @@ from functools import cached_property
 from ..config import features
 from ..config.fields import check
 from ..config.layout import Layout
+from ..config.run_config import RunConfig
 from ..costs.attention import ATTENTION_BACKWARD_SHARE
 from ..costs.records import Collective
 from ..costs.sizes import FP32_BYTES
 from .machine import GB, INT8, GemmCurve, Machine
 from .software import Parameters, Software
+from .system import System
 from .work import ExpertExchange, Matmul, OverlappedCollectives, Work
 
 LARGE_REDUCTIONS = ("dp", "edp", "embedding")  # communicators with gradient all-reduces
@@ -212,35 +214,31 @@ def exposed(
     others = [c for c in collectives if c not in reductions and c not in gathers]
     waiting = sum(map(seconds, others))
     if features.OVERLAP_GRAD_REDUCE in active:
-        waiting += _after_backward([(c.bytes, seconds(c)) for c in reductions], backward)
+        computed = _shares(reductions, backward)
+        waiting += max(0.0, _second_end(computed, map(seconds, reductions)) - backward)
     else:
         waiting += sum(map(seconds, reductions))
     if features.OVERLAP_PARAM_GATHER in active:
-        return waiting + _before_forward(
-            [(c.bytes, seconds(c)) for c in reversed(gathers)], forward
-        )
+        gathers.reverse()
+        end = _second_end(map(seconds, gathers), _shares(gathers, forward))
+        return waiting + max(0.0, end - forward)
     return waiting + sum(map(seconds, gathers))
 
 
-def _after_backward(buckets: Sequence[tuple[int, float]], backward: float) -> float:
-    """Return the seconds after backward until all buckets (bytes, seconds) are reduced."""
-    whole = sum(size for size, _ in buckets)
+def _shares(buckets: Sequence[Collective], seconds: float) -> list[float]:
+    """Return each bucket's share of the seconds of a computation, by bytes."""
+    whole = sum(c.bytes for c in buckets)
+    return [seconds * c.bytes / whole for c in buckets]
+
+
+def _second_end(firsts: Iterable[float], seconds: Iterable[float]) -> float:
+    """Return the end of second steps, each after the bucket's first step and the second step before."""
     ready = 0.0
     clock = 0.0
-    for size, seconds in buckets:
-        ready += backward * size / whole
-        clock = max(clock, ready) + seconds
-    return max(0.0, clock - backward)
-
-
-def _before_forward(buckets: Sequence[tuple[int, float]], forward: float) -> float:
-    whole = sum(size for size, _ in buckets)
-    gathered = 0.0
-    clock = 0.0
-    for size, seconds in buckets:
-        gathered += seconds
-        clock = max(clock, gathered) + forward * size / whole
-    return max(0.0, clock - forward)
+    for first, second in zip(firsts, seconds):
+        ready += first
+        clock = max(clock, ready) + second
+    return clock
 
 
 # glibc maps larger blocks anew each time (DEFAULT_MMAP_THRESHOLD_MAX); freed smaller ones stay in the heap.
@@ -297,6 +295,36 @@ class Rank:
     ranks_per_node: int
     element_bytes: int = FP32_BYTES
     splits_fp32: bool = False  # --fp32-matmul bf16x3
+
+    @staticmethod
+    def of(
+        run: RunConfig,
+        layout: Layout,
+        system: System,
+        parameters: Parameters | None = None,
+        slow: bool = False,
+    ) -> Rank:
+        """Return the model of a run's rank. parameters: None: the system's. slow: as of `Network`"""
+        parameters = parameters or system.parameters
+        network = Network(
+            machine=system.machine,
+            parameters=parameters,
+            layout=layout,
+            ranks_per_node=system.ranks_per_node,
+            active=system.software.active(run),
+            slow=slow,
+        )
+        return Rank(
+            machine=system.machine,
+            software=system.software,
+            parameters=parameters,
+            network=network,
+            nodes=system.nodes,
+            precision=run.precision.name,
+            element_bytes=run.element_bytes,
+            ranks_per_node=system.ranks_per_node,
+            splits_fp32=run.system.splits_fp32,
+        )
 
     @cached_property
     def _peak(self) -> float:

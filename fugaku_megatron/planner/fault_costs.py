@@ -214,26 +214,20 @@ def measured(costs: Costs, lines: Sequence[JsonObject]) -> Costs:
 
 
 def _saves(costs: Costs, lines: Sequence[JsonObject], seconds: dict[str, float]) -> Costs:
-    copies = sum(line.get("copies", 0) for line in lines)
-    if copies:
-        costs = replace(
-            costs,
-            wait=costs.wait | {MEMORY: seconds.get("copying", 0.0) / copies},
-            delay={MEMORY: costs.iteration} | costs.delay,
-            load={MEMORY: 0.0} | costs.load,
-            measured=costs.measured | {f"wait {MEMORY}"},
-        )
-    saves = sum(line.get("saves", 0) for line in lines)
-    if not saves:
-        return costs
-    flag = next((line["saving"] for line in lines if line.get("saving")), SAVE)
-    return replace(
-        costs,
-        wait=costs.wait | {flag: seconds.get("saving", 0.0) / saves},
-        delay={flag: 0.0} | costs.delay,
-        load={flag: 0.0} | costs.load,
-        measured=costs.measured | {f"wait {flag}"},
-    )
+    saving = next((line["saving"] for line in lines if line.get("saving")), SAVE)
+    for flag, number, cause, delay in (
+        (MEMORY, "copies", "copying", costs.iteration),
+        (saving, "saves", "saving", 0.0),
+    ):
+        if count := sum(line.get(number, 0) for line in lines):
+            costs = replace(
+                costs,
+                wait=costs.wait | {flag: seconds.get(cause, 0.0) / count},
+                delay={flag: delay} | costs.delay,
+                load={flag: 0.0} | costs.load,
+                measured=costs.measured | {f"wait {flag}"},
+            )
+    return costs
 
 
 def _restarts(costs: Costs, lines: Sequence[JsonObject]) -> Costs:

@@ -19,7 +19,7 @@ from ..costs.layers import layer_records
 from ..costs.records import EXPERTS, Record
 from ..costs.sizes import FP32_BYTES
 from . import work
-from .cost import Network, Rank
+from .cost import Rank
 from .machine import GB
 from .model import BAND
 from .software import MODEL_ERROR
@@ -103,7 +103,7 @@ def forward(run: RunConfig, system: System) -> Forward:
         "--forward models one rank on a node and experts divided over --nodes: leave out the parallel sizes, "
         "and pass --ranks-per-node 1",
     )
-    rank = _rank(run, system)
+    rank = Rank.of(run, Layout(system.nodes, 1, 1, system.nodes), system)
     seconds = dict.fromkeys(PARTS, 0.0)
     for kind, layers in Counter(run.model.layer_kinds).items():
         for part, each in _layer(run, kind, rank).items():
@@ -115,28 +115,6 @@ def forward(run: RunConfig, system: System) -> Forward:
     wire = 2 * (system.nodes - 1) / system.nodes * bytes / (system.machine.link_gbs * GB)
     seconds[EXCHANGE] = exchanges * all_reduce
     return Forward(seconds=seconds, fast_exchange=exchanges * wire, slow_exchange=exchanges * slow)
-
-
-def _rank(run: RunConfig, system: System) -> Rank:
-    layout = Layout(system.nodes, 1, 1, system.nodes)
-    network = Network(
-        machine=system.machine,
-        parameters=system.parameters,
-        layout=layout,
-        ranks_per_node=1,
-        active=system.software.active(run),
-    )
-    return Rank(
-        machine=system.machine,
-        software=system.software,
-        parameters=system.parameters,
-        network=network,
-        nodes=system.nodes,
-        precision=run.precision.name,
-        element_bytes=run.element_bytes,
-        ranks_per_node=1,
-        splits_fp32=run.system.splits_fp32,
-    )
 
 
 def _layer(run: RunConfig, kind: LayerKind, rank: Rank) -> dict[str, float]:

@@ -167,27 +167,8 @@ def step(
     parameters: None: the system's
     without: Seconds field to set to zero
     """
-    parameters = parameters or system.parameters
-    active = system.software.active(run)
-    network = Network(
-        machine=system.machine,
-        parameters=parameters,
-        layout=layout,
-        ranks_per_node=system.ranks_per_node,
-        active=active,
-        slow=slow,
-    )
-    rank = Rank(
-        machine=system.machine,
-        software=system.software,
-        parameters=parameters,
-        network=network,
-        nodes=system.nodes,
-        precision=run.precision.name,
-        element_bytes=run.element_bytes,
-        ranks_per_node=system.ranks_per_node,
-        splits_fp32=run.system.splits_fp32,
-    )
+    rank = Rank.of(run, layout, system, parameters=parameters, slow=slow)
+    network = rank.network
     lists = run_schedule.full_batch_schedule(run, layout)
     seconds = _virtual_stage_seconds(run, rank, without)
     stages = [
@@ -212,10 +193,10 @@ def step(
         costs=costs,
         pipeline=pipeline,
         pipeline_least=max(busy, once),
-        pipeline_warmup=(layout.pp - 1) * parameters.pipeline_warmup_s,
+        pipeline_warmup=(layout.pp - 1) * rank.parameters.pipeline_warmup_s,
         data_parallel=_exposed(run, layout, network, lists, stages),
         optimizer=_optimizer(run, layout, rank),
-        other=parameters.iteration_s,
+        other=rank.parameters.iteration_s,
         bubble_fraction=1 - busy / pipeline,
     )
 
@@ -379,7 +360,7 @@ def deviation(
     return math.sqrt(max(0.0, variance) + noise**2 + unseen**2)
 
 
-def predict(run: RunConfig, system: System, with_band: bool = True) -> Prediction:
+def predict(run: RunConfig, system: System) -> Prediction:
     """Predict at the full global batch size. Raise ValueError if the run does not fit."""
     requested = run
     run = system.software.cut(run)
@@ -387,20 +368,17 @@ def predict(run: RunConfig, system: System, with_band: bool = True) -> Predictio
     fitted = system.software.fitted
     run = peak_memory.with_recompute(run, layout, system)
     modelled = step(run, layout, system)
-    width = 1.0
-    if with_band:
-        noise = max(fitted.noise, NOISE_FLOOR)
-        width = math.exp(
-            BAND
-            * deviation(
-                (run, layout, system),
-                system.parameters,
-                fitted.names,
-                fitted.covariance,
-                noise,
-                fitted.tensor_parallel,
-            )
+    width = math.exp(
+        BAND
+        * deviation(
+            (run, layout, system),
+            system.parameters,
+            fitted.names,
+            fitted.covariance,
+            max(fitted.noise, NOISE_FLOOR),
+            fitted.tensor_parallel,
         )
+    )
     used = peak_memory.peak_mib(run, layout, system)
     tflops = (
         hardware_flops(run, layout.global_batch_size(run)) / modelled.seconds / system.nodes / 1e12

@@ -112,18 +112,15 @@ MOST = 128
 
 def as_json(prediction: Prediction) -> JsonObject:
     """Return rounded figures: seconds, TFLOPs per node, MiB of the fullest rank, shares from 0 to 1."""
-    p = prediction
+    found = {
+        name: round(value, 6) if isinstance(value, float) else value
+        for name, value in vars(prediction).items()
+    }
     return {
-        "seconds_per_iteration": round(p.seconds, 6),
-        "lower": round(p.lower, 6),
-        "upper": round(p.upper, 6),
-        "slow_network": round(p.slow_network, 6),
-        "tflops_per_node": round(p.tflops_per_node, 6),
-        "memory_mib_max": round(p.memory_mib_max, 1),
-        "oom": p.oom,
-        "bubble_fraction": round(p.bubble_fraction, 6),
-        "breakdown": {name: round(value, 6) for name, value in p.breakdown.items()},
-        "warnings": list(p.warnings),
+        "seconds_per_iteration": found.pop("seconds"),
+        **found,
+        "memory_mib_max": round(prediction.memory_mib_max, 1),
+        "breakdown": {name: round(value, 6) for name, value in prediction.breakdown.items()},
     }
 
 

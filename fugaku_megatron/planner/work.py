@@ -294,13 +294,8 @@ def _in_layer(run: RunConfig, software: Software, work: Work) -> Work:
         (data, *weight) if reduced and not row(run.parallel.schedule).splits_backward else (data,)
     )
     first = replace(data, m=-(-data.m // (run.tp * overlap_blocks(run.tp))))
-    return replace(
-        work,
-        collectives=(),
-        exchanges=(
-            (OverlappedCollectives(collectives=collectives, first=first, overlapped=overlapped), 1),
-        ),
-    )
+    exchange = OverlappedCollectives(collectives=collectives, first=first, overlapped=overlapped)
+    return replace(work, collectives=(), exchanges=((exchange, 1),))
 
 
 def _passed(run: RunConfig, work: Work, collectives: Collectives) -> Work:
@@ -309,13 +304,8 @@ def _passed(run: RunConfig, work: Work, collectives: Collectives) -> Work:
         return work
     cp = run.parallel.context_parallel_size
     hiding = tuple(replace(p, count=p.count * (cp - 1) // cp) for p in work.matmuls)
-    return replace(
-        work,
-        collectives=(),
-        exchanges=(
-            (OverlappedCollectives(collectives=collectives, first=None, overlapped=hiding), 1),
-        ),
-    )
+    exchange = OverlappedCollectives(collectives=collectives, first=None, overlapped=hiding)
+    return replace(work, collectives=(), exchanges=((exchange, 1),))
 
 
 def _layer(

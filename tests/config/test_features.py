@@ -87,7 +87,7 @@ def test_the_pessimistic_network_slows_large_sums_only():
     )
     assert slow.data_parallel / fast.data_parallel == pytest.approx(1.22 / 0.6, rel=0.1)
     assert slow.seconds - fast.seconds == pytest.approx(slow.data_parallel - fast.data_parallel)
-    assert model.predict(run, system, with_band=False).slow_network == pytest.approx(slow.seconds)
+    assert model.predict(run, system).slow_network == pytest.approx(slow.seconds)
     inside = ours(1, 4)
     assert (
         model.step(run, Layout(4, 4, 1, 1), inside, inside.parameters, slow=True).data_parallel
@@ -139,7 +139,7 @@ def test_a_flag_that_the_software_does_nothing_with_changes_no_time_and_is_said(
     )
     system = System.from_names("a64fx", "torch1.10", 192)
     switched = features.switched(run, features.SEQUENCE_PARALLEL)
-    with_flag, without = (model.predict(r, system, with_band=False) for r in (switched, run))
+    with_flag, without = (model.predict(r, system) for r in (switched, run))
     assert with_flag.seconds == without.seconds
     assert any("torch1.10 has no --sequence-parallel" in line for line in with_flag.warnings)
 

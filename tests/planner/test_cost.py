@@ -187,8 +187,8 @@ def test_fp32_matmuls_in_bf16_parts_take_six_of_bf16_or_what_was_measured():
     with pytest.raises(
         ValueError, match="--fp32-matmul bf16x3 needs BF16 arithmetic, which machine a64fx lacks"
     ):
-        model.predict(run, System.from_names("a64fx", "fugaku_megatron", 1), with_band=False)
-    foreign = model.predict(run, System.from_names("a64fx", "torch1.10", 1), with_band=False)
+        model.predict(run, System.from_names("a64fx", "fugaku_megatron", 1))
+    foreign = model.predict(run, System.from_names("a64fx", "torch1.10", 1))
     assert any(
         "torch1.10 has no --fp32-matmul: the time is that of a run without it" in line
         for line in foreign.warnings
@@ -225,11 +225,11 @@ def test_int8_needs_a_rate():
         ValueError,
         match="--int8 needs the rate of INT8 matmuls, which the description of machine host lacks: calibrate again",
     ):
-        model.predict(run, replace(system, machine=host), with_band=False)
-    assumed = model.predict(run, system, with_band=False).warnings
+        model.predict(run, replace(system, machine=host))
+    assumed = model.predict(run, system).warnings
     assert any("no rate of INT8 matmuls was measured on a64fx" in line for line in assumed)
     assert not any("INT8" in line for line in model.predict(make_run("124m", {}), system).warnings)
-    foreign = model.predict(run, System.from_names("a64fx", "torch1.10", 1), with_band=False)
+    foreign = model.predict(run, System.from_names("a64fx", "torch1.10", 1))
     assert any("torch1.10 has no --int8" in line for line in foreign.warnings)
     assert not any("no rate of INT8" in line for line in foreign.warnings)
 

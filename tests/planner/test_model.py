@@ -67,9 +67,7 @@ def test_what_must_be_faster_is():
 
 
 def seconds(software: str, nodes: int = 1, ghz: float | None = None, run=RUN_124M) -> float:
-    return predict(
-        run, System.from_names("a64fx", software, nodes, ghz=ghz), with_band=False
-    ).seconds
+    return predict(run, System.from_names("a64fx", software, nodes, ghz=ghz)).seconds
 
 
 def test_rows_of_the_tables_go_through():
@@ -85,11 +83,9 @@ def test_what_is_outside_the_fit_or_impossible_is_said():
     assert list(outside({"nodes": (1, 64)}, {"nodes": 128})) == [
         "nodes 128 is outside the fitted 1 to 64"
     ]
-    large = predict(RUN_30B, System.from_names("a64fx", "torch1.10", 12288), with_band=False)
+    large = predict(RUN_30B, System.from_names("a64fx", "torch1.10", 12288))
     assert any("nodes 12288" in w for w in large.warnings)
-    carried_over = predict(
-        RUN_124M, System.from_names("fx700", "fugaku_megatron", 1), with_band=False
-    )
+    carried_over = predict(RUN_124M, System.from_names("fx700", "fugaku_megatron", 1))
     assert any("never measured on fx700" in w for w in carried_over.warnings)
     assert any("not fitted" in w for w in carried_over.warnings)
 
