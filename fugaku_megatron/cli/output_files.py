@@ -66,11 +66,18 @@ def writing(flag: str, file: str | Path) -> Iterator[None]:
 
 
 @contextmanager
-def picture(path: StrPath, width: float, height: float, dpi: int = 120) -> Iterator[Any]:
-    """Yield an empty matplotlib figure; write it into `path`, the value of --png. width, height: inches"""
+def drawing(path: StrPath, width: float, height: float, dpi: int = 120) -> Iterator[Any]:
+    """Yield an empty matplotlib figure, and write it into `path`. OSError for a file error. width, height: inches"""
     from matplotlib.figure import Figure  # opens no window, unlike pyplot's
 
     figure = Figure(figsize=(width, height), layout="constrained")
     yield figure
-    with writing("--png", os.fspath(path)), open(path, "wb", opener=named_file) as file:
+    with open(path, "wb", opener=named_file) as file:
         figure.savefig(file, dpi=dpi, format="png")
+
+
+@contextmanager
+def picture(path: StrPath, width: float, height: float, dpi: int = 120) -> Iterator[Any]:
+    """Yield a figure as `drawing`, for the value of --png."""
+    with writing("--png", os.fspath(path)), drawing(path, width, height, dpi) as figure:
+        yield figure

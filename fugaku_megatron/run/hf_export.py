@@ -10,7 +10,7 @@ from typing import Any
 
 from ..config.model import ModelConfig
 from ..convert.hugging_face.config_json import architecture_of
-from ..observe.log.loss_plot import start_module
+from ..start.child_program import start_module
 
 
 def check_exportable(model: ModelConfig) -> None:

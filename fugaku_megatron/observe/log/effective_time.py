@@ -12,11 +12,11 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from ...cli.output_files import drawing
 from ...start.exit_codes import ExitCode
 from ...text.named_files import JsonObject, StrPath
 from ...text.numbers import duration_text, plural
 from ...text.table import pipe_table
-from ...text.written_files import named_file
 from ..export import spans
 from ..export.hours import HOURS, read_hours
 
@@ -215,7 +215,6 @@ def effective_time(save: StrPath) -> EffectiveTime | None:
 def draw(path_png: StrPath, found: EffectiveTime) -> None:
     """Draw each cause's share of every day, or of every hour or minute of a short run. OSError for a file error."""
     from matplotlib import colormaps
-    from matplotlib.figure import Figure  # opens no window, unlike pyplot's
     from matplotlib.ticker import MaxNLocator
 
     periods = found.periods
@@ -227,20 +226,19 @@ def draw(path_png: StrPath, found: EffectiveTime) -> None:
     for period in periods:
         for column, seconds in _divided(period, begin, unit):
             heights[period.cause][min(column, columns - 1)] += 100 * seconds / unit
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    colors = colormaps["tab20"]
-    bottoms = [0.0 for _ in range(columns)]
-    for number, (cause, shares) in enumerate(heights.items()):
-        if any(shares):
-            axes.bar(range(1, columns + 1), shares, 0.9, bottoms, label=cause, color=colors(number))
-            bottoms = [bottom + share for bottom, share in zip(bottoms, shares)]
-    axes.set(xlabel=f"{name} since the first start", ylabel=f"share of each {name} (%)")
-    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.suptitle(found.text()[0], fontsize="medium")
-    with open(path_png, "wb", opener=named_file) as file:
-        figure.savefig(file, dpi=120, format="png")
+    with drawing(path_png, 8, 4) as figure:
+        axes = figure.subplots()
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        colors = colormaps["tab20"]
+        bottoms = [0.0 for _ in range(columns)]
+        for number, (cause, shares) in enumerate(heights.items()):
+            if any(shares):
+                places = range(1, columns + 1)
+                axes.bar(places, shares, 0.9, bottoms, label=cause, color=colors(number))
+                bottoms = [bottom + share for bottom, share in zip(bottoms, shares)]
+        axes.set(xlabel=f"{name} since the first start", ylabel=f"share of each {name} (%)")
+        axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+        figure.suptitle(found.text()[0], fontsize="medium")
 
 
 def _divided(period: Period, begin: float, unit: float) -> Iterator[tuple[int, float]]:

@@ -7,16 +7,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from ...cli.output_files import shown
+from ...cli.output_files import drawing, shown
 from ...config.layout import Layout
 from ...config.run_config import RunConfig
 from ...costs.stages import model_parameters
-from ...start.environment import without_launcher
+from ...start.child_program import start_module
 from ...text.named_files import JsonObject, StrPath
-from ...text.written_files import named_file
 from ..export.history import read_history
 from .iteration_metrics import size_name
 
@@ -63,19 +61,8 @@ def loss_curve(path_png: StrPath, history: Records | StrPath, heading: str = "")
 def start_loss_curve(
     path_png: StrPath, history: StrPath, heading: str = ""
 ) -> subprocess.Popen[Any]:
+    """Draw in another process: matplotlib would cost a rank 35 MiB."""
     return start_module("observe.log.loss_plot", os.fspath(path_png), os.fspath(history), heading)
-
-
-def start_module(module: str, *words: str, **options: Any) -> subprocess.Popen[Any]:
-    """Start a module of the package as a program: matplotlib would cost a rank 35 MiB."""
-    package = Path(__file__).parents[2]
-    path = os.pathsep.join(filter(None, (str(package.parent), os.environ.get("PYTHONPATH"))))
-    return subprocess.Popen(
-        [sys.executable, "-m", f"{package.name}.{module}", *words],
-        stdin=subprocess.DEVNULL,
-        env={**without_launcher(), "PYTHONPATH": path, "PYTHONIOENCODING": "utf-8:surrogateescape"},
-        **options,
-    )
 
 
 def loss_curves(
@@ -119,9 +106,6 @@ def _draw(
     x: str,
     loads: JsonObject | None,
 ) -> None:
-    from matplotlib.figure import Figure  # opens no window, unlike pyplot's
-
-    figure = Figure(figsize=(8, 6 if loads is None else 8), layout="constrained")
     small = SMALL_PANELS
     if not any(r.get("watts") for train, _ in runs.values() for r in train):
         small = SMALL_PANELS[:2]
@@ -130,34 +114,33 @@ def _draw(
     if loads is not None:
         rows.append(["loads" for _ in small])
         heights.append(1.5)
-    panels = figure.subplot_mosaic(rows, height_ratios=heights)
-    losses = panels["lm_loss"]
-    for number, (name, (train, validation)) in enumerate(runs.items()):
-        color = f"C{number % 10}"  # of a run in every panel
-        _line(losses, train, x, "lm_loss", label=shown(name) or "training", color=color)
-        _line(
-            losses,
-            validation,
-            x,
-            "lm_loss",
-            label=None if name else "validation",
-            color=color if name else "C1",
-            marker="o",
-            linestyle="--",
-        )
-        for field, _ in small:
-            _line(panels[field], train, x, field, color=color)
-    for field, label in (("lm_loss", "lm loss"), *small):
-        panels[field].set(xlabel=x, ylabel=label)
-        panels[field].grid(alpha=0.3)
-    validated = len(runs) > 1 and any(validation for _, validation in runs.values())
-    if losses.get_legend_handles_labels()[0]:
-        losses.legend(fontsize="small", title="dashed: validation" if validated else None)
-    if loads is not None:
-        _draw_loads(panels["loads"], loads)
-    figure.suptitle(shown(heading), fontsize="medium")
-    with open(path_png, "wb", opener=named_file) as file:
-        figure.savefig(file, dpi=120, format="png")
+    with drawing(path_png, 8, 6 if loads is None else 8) as figure:
+        panels = figure.subplot_mosaic(rows, height_ratios=heights)
+        losses = panels["lm_loss"]
+        for number, (name, (train, validation)) in enumerate(runs.items()):
+            color = f"C{number % 10}"  # of a run in every panel
+            _line(losses, train, x, "lm_loss", label=shown(name) or "training", color=color)
+            _line(
+                losses,
+                validation,
+                x,
+                "lm_loss",
+                label=None if name else "validation",
+                color=color if name else "C1",
+                marker="o",
+                linestyle="--",
+            )
+            for field, _ in small:
+                _line(panels[field], train, x, field, color=color)
+        for field, label in (("lm_loss", "lm loss"), *small):
+            panels[field].set(xlabel=x, ylabel=label)
+            panels[field].grid(alpha=0.3)
+        validated = len(runs) > 1 and any(validation for _, validation in runs.values())
+        if losses.get_legend_handles_labels()[0]:
+            losses.legend(fontsize="small", title="dashed: validation" if validated else None)
+        if loads is not None:
+            _draw_loads(panels["loads"], loads)
+        figure.suptitle(shown(heading), fontsize="medium")
 
 
 def _draw_loads(axes: Any, record: JsonObject) -> None:

@@ -18,8 +18,8 @@ from ...config.output import OutputConfig
 from ...config.run_config import RunConfig
 from ...host.allocator import peak_memory_mib
 from ...host.observed import Profiler
+from ...start.child_program import start_module
 from ...text.written_files import make_folder, write_text
-from ..log.loss_plot import start_module
 from .trace import merge_traces
 
 BARRIERS = 9  # at which clocks are compared
