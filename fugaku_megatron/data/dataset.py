@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
-from typing import NamedTuple, Protocol
+from itertools import accumulate, chain, count
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -344,6 +344,26 @@ class ValidationSets:
         check_index(index, self)
         number = bisect_right(self._ends, index)
         return self.datasets[number][index - ([0, *self._ends][number])]
+
+
+@dataclass
+class ChangedDataset:
+    """Data set whose samples a subclass changes."""
+
+    dataset: Dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.dataset, name)
+
+
+def each_set(dataset: Dataset | None, change: Callable[[Dataset, int], Dataset]) -> Dataset | None:
+    """Change a data set, or each of several validation sets with its number; None stays."""
+    if isinstance(dataset, ValidationSets):
+        return ValidationSets([*map(change, dataset.datasets, count())])
+    return None if dataset is None else change(dataset, 0)
 
 
 @dataclass

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ..tokenizers.hugging_face import HuggingFaceTokenizer
 from ..tokenizers.tokenizer import Tokenizer
-from .dataset import Dataset, ValidationSets
+from .dataset import ChangedDataset, Dataset, each_set
 
 
 class FimTokens(NamedTuple):
@@ -42,16 +42,12 @@ class FimRule(NamedTuple):
 
 
 @dataclass
-class FimDataset:
+class FimDataset(ChangedDataset):
     """Samples with rearranged texts, int64 (s + 1,)."""
 
-    dataset: Dataset
     rule: FimRule
     tokenizer: Tokenizer
     seed: int
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
     def __getitem__(self, index: int) -> np.ndarray:
         sample = self.dataset[index]
@@ -62,9 +58,6 @@ class FimDataset:
         result = np.concatenate(pieces)[: len(sample)]
         padding = np.full(len(sample) - len(result), self.rule.tokens.pad)
         return np.concatenate([result, padding]).astype(np.int64)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.dataset, name)
 
     def _files(self, document: np.ndarray, rng: np.random.Generator) -> Iterator[np.ndarray]:
         """Yield a document's files rearranged, with the tokens between them."""
@@ -126,11 +119,4 @@ def fill_in_middle(
     dataset: Dataset | None, rule: FimRule, tokenizer: Tokenizer, seed: int
 ) -> Dataset | None:
     """Return the data set with rearranged texts. seed: another one for each split"""
-    if isinstance(dataset, ValidationSets):
-        return ValidationSets(
-            [
-                FimDataset(each, rule, tokenizer, seed + number)
-                for number, each in enumerate(dataset.datasets)
-            ]
-        )
-    return None if dataset is None else FimDataset(dataset, rule, tokenizer, seed)
+    return each_set(dataset, lambda each, number: FimDataset(each, rule, tokenizer, seed + number))

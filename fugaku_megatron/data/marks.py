@@ -10,13 +10,12 @@ micro-batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .dataset import Dataset, GPTDataset, ValidationSets
+from .dataset import ChangedDataset, Dataset, GPTDataset, each_set
 
 COUNTED = 1  # the loss of predicting this token is summed; says nothing at position 0
 FIRST = 2  # this token begins a document
@@ -39,40 +38,27 @@ class DocumentDataset(GPTDataset):
 
 
 @dataclass
-class MarkedDataset:
-    """Samples with marks, int64 (2, s + 1).
+class MarkedDataset(ChangedDataset):
+    """Samples with marks, int64 (2, s + 1). The data set has tokens, or samples whose documents are marked already.
 
-    dataset: of tokens, or of samples whose documents are marked already
     masks_loss: mask the label after it
     """
 
-    dataset: Dataset
     eod: int
     masks_loss: bool
 
-    def __len__(self) -> int:
-        return len(self.dataset)
-
     def __getitem__(self, index: int) -> np.ndarray:
         sample = self.dataset[index]
-        ends = sample[..., :-1] == self.eod
         if sample.ndim == 1:
             sample = np.stack([sample, np.full_like(sample, COUNTED)])
-            sample[1, 1:][ends] |= FIRST
-        else:
-            ends = ends[0]
+            sample[1, 1:][sample[0, :-1] == self.eod] |= FIRST
         if self.masks_loss:
-            sample[1, 1:][ends] &= ~COUNTED
+            sample[1, 1:][sample[0, :-1] == self.eod] &= ~COUNTED
         return sample
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.dataset, name)
 
 
 def mark(dataset: Dataset | None, eod: int, masks_loss: bool) -> Dataset | None:
-    if isinstance(dataset, ValidationSets):
-        return ValidationSets([MarkedDataset(each, eod, masks_loss) for each in dataset.datasets])
-    return None if dataset is None else MarkedDataset(dataset, eod, masks_loss)
+    return each_set(dataset, lambda each, _: MarkedDataset(each, eod, masks_loss))
 
 
 @dataclass(frozen=True)

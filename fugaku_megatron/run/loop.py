@@ -323,10 +323,8 @@ class Session:
         several = self.config.training.multiple_validation_sets
         sets = trainer.layout.evaluated(self.config, self.valid_sizes, number)
         for index, (first, iterations) in enumerate(sets):
-            with (
-                self.watchdog.heart.phase(f"evaluation after iteration {iteration}"),
-                self.telemetry.span(spans.EVALUATE, eval_iters=iterations),
-            ):
+            what = f"evaluation after iteration {iteration}"
+            with self._phase(what, spans.EVALUATE, eval_iters=iterations):
                 loss = trainer.evaluate(trainer.valid, first, iterations)
             suffix = f"-{index}" if several else ""
             self.writer.validation(iteration, loss, trainer.progress.consumed_samples, suffix)
@@ -362,23 +360,24 @@ class Session:
         self.save_timer = runtime.ExitTimer(self.config.output.save_interval_in_mins)
         self.saved_iteration = self.iteration
         output = self.config.output
-        if output.async_save or output.save_local:
-            with self._saves(spans.SAVE):
+        with self._saves(spans.SAVE):
+            if output.async_save or output.save_local:
                 self.saving = self.trainer.save_in_background(directory)
-        else:
-            with self._saves(spans.SAVE):
+            else:
                 self.trainer.save(directory)
+        if not self.saving:
             self._report_save()
         self.telemetry.end_interval()
 
     @contextmanager
-    def _saves(self, span: str) -> Iterator[None]:
-        iteration = self.saved_iteration
-        with (
-            self.watchdog.heart.phase(f"save of iteration {iteration}"),
-            self.telemetry.span(span, iteration=iteration),
-        ):
+    def _phase(self, what: str, span: str, **attributes: float) -> Iterator[None]:
+        """Name the block in heartbeats, and mark it as a span."""
+        with self.watchdog.heart.phase(what), self.telemetry.span(span, **attributes):
             yield
+
+    def _saves(self, span: str) -> AbstractContextManager[None]:
+        iteration = self.saved_iteration
+        return self._phase(f"save of iteration {iteration}", span, iteration=iteration)
 
     def _complete_copy(self) -> None:
         """Protect a state from which the run continues after it lost a node."""
@@ -410,13 +409,9 @@ class Session:
                 self.copying.finish()
             self.copying = None
 
-    @contextmanager
-    def _copies(self, span: str) -> Iterator[None]:
-        with (
-            self.watchdog.heart.phase(f"copy after iteration {self.iteration}"),
-            self.telemetry.span(span, iteration=self.iteration),
-        ):
-            yield
+    def _copies(self, span: str) -> AbstractContextManager[None]:
+        iteration = self.iteration
+        return self._phase(f"copy after iteration {iteration}", span, iteration=iteration)
 
     def _advance_save(self, saving: BackgroundSave) -> None:
         """Advance a background save; all ranks have finished its present step."""

@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict
 
 from fugaku_megatron.observe.log.iteration_metrics import parse_log
+from fugaku_megatron.observe.log.run_log import Job, RunLog
 
 
 def history(text):
@@ -14,3 +15,10 @@ def history(text):
         {"kind": "validation", "iteration": 4, "consumed_samples": 32, "lm_loss": 6.5},
     ]
     return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def read_log(path, job: Job | None = None, formula: str = "hardware") -> RunLog:
+    """Return the whole log. ValueError if it is unreadable or without iterations."""
+    log = RunLog(str(path), job, formula)
+    log.finish()
+    return log

@@ -28,10 +28,11 @@ from fugaku_megatron.data.indexed import IndexedDatasetWriter
 from fugaku_megatron.data.input.documents import document_texts, read_documents
 from fugaku_megatron.data.input.input_files import input_files
 from fugaku_megatron.jobs import check, render
-from fugaku_megatron.observe.log import log_command, run_log
+from fugaku_megatron.observe.log import log_command
 from fugaku_megatron.planner import machine, model, software
 from fugaku_megatron.planner.system import System
 from fugaku_megatron.run.dry_run import report
+from tests.checks.run_logs import read_log
 from tests.file_damage import DAMAGES, OTHER_KINDS, damaged, remove, replace
 from tests.helpers import OUR_LOG, load_checkpoint, save_checkpoint, small_run
 from tests.threads import ThreadWorld
@@ -337,7 +338,7 @@ def test_logs_are_refused_or_make_a_row(tmp_path):
     ]
 
     def table():
-        assert log_command.text([run_log.read_log(path)])
+        assert log_command.text([read_log(path)])
 
     @refused_or_harmless("logs", name=st.sampled_from(names), new=VALUES, remove_it=st.booleans())
     def change(name, new, remove_it):

@@ -7,9 +7,10 @@ import pytest
 
 from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.observe.log import log_command, loss_plot, schedule_plot
-from fugaku_megatron.observe.log.run_log import RunLog, read_log
+from fugaku_megatron.observe.log.run_log import RunLog
 from fugaku_megatron.pipeline.schedule import build
 from fugaku_megatron.pipeline.timeline import Costs, spans
+from tests.checks.run_logs import read_log
 from tests.helpers import OUR_LOG
 
 pytestmark = pytest.mark.unit

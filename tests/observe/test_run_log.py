@@ -11,10 +11,10 @@ from fugaku_megatron.observe.log.iteration_metrics import parse_line
 from fugaku_megatron.observe.log.run_log import (
     Job,
     RunLog,
-    read_log,
 )
 from tests.checks.run_logs import (
     history,
+    read_log,
 )
 from tests.helpers import A100, OUR_LOG
 from tests.time_limit import time_limit

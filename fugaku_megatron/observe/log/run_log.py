@@ -8,7 +8,6 @@ import re
 import statistics
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 
 from ...cli.arguments import make_run
 from ...config.fields import as_tuples, check, check_type, of_topic
@@ -299,10 +298,15 @@ class RunLog:
         return bool(new)
 
     def finish(self) -> None:
-        """Read the last line if it is complete but for its end."""
+        """Read all lines, and the last one if it is complete but for its end. ValueError without iterations."""
+        self.poll()
         if self._rest.rstrip().endswith(b"|") or _PEAK.search(self._rest):
             self.read_lines([self._rest.decode(errors="replace")])
             self._rest = b""
+        check(
+            self.last,
+            f"{self.path}: has no line of an iteration ('iteration 1/ 100 | ...'): pass a run's log or history.jsonl",
+        )
 
     def read_lines(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -355,15 +359,3 @@ class RunLog:
     def _add(self, metrics: IterationMetrics) -> None:
         self._of_job.append(metrics)
         self._by_iteration[metrics.iteration] = metrics
-
-
-def read_log(path: str | Path, job: Job | None = None, formula: str = "hardware") -> RunLog:
-    """Return a log. job: for other programs' logs. ValueError if unreadable or without iterations."""
-    log = RunLog(str(path), job, formula)
-    log.poll()
-    log.finish()
-    check(
-        log.iterations,
-        f"{path}: has no line of an iteration ('iteration 1/ 100 | ...'): pass a run's log",
-    )
-    return log

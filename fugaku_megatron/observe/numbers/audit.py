@@ -160,15 +160,11 @@ class Audit:
             trainer.repeat(consumed, trainer.optimizer.scaler.scale, shift=distance)
         return self.fingerprints.take()
 
-    def _of_own_samples(self, own: Sums, repeated: Sums, distance: int) -> Sums:
-        groups = self.trainer.groups
-        return of_own_samples(groups.dp, own, repeated, distance * groups.cp.size)
-
     def _compare(self, consumed: int, own: Sums, repeated: Sums) -> Difference | None:
         """Compare an iteration's results with another rank's; a third computation says which of the two is wrong."""
         groups = self.trainer.groups
         iteration = self.trainer.progress.iteration + 1
-        others = self._of_own_samples(own, repeated, self.distance)
+        others = of_own_samples(groups, own, repeated, self.distance)
         key = first_difference(own, others)
         if not self._any(key is not None):
             return None
@@ -183,7 +179,7 @@ class Audit:
         self.fingerprints.take()
         computing = groups.data_size // self.distance if self.distance else 1
         distance = 2 * self.distance if computing > 2 else 0
-        third = self._of_own_samples(own, self._repeat(consumed, distance), distance)
+        third = of_own_samples(groups, own, self._repeat(consumed, distance), distance)
         places = groups.dp.all_gather_object(self._place())
         before = self.distance * groups.cp.size
         pair = (places[groups.dp.rank], places[(groups.dp.rank - before) % groups.dp.size])

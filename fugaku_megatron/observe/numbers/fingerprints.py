@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...comm.base import Comm
 from ...comm.grid import Groups
 from ...config.run_config import RunConfig
 from ...host.topology import format_list
@@ -161,12 +160,15 @@ def search_key(key: Key | None, sums: Sums) -> tuple[int, ...] | None:
     return (samples.index(key[0]), key[1], key[2] + LARGEST, key[3] + LARGEST)
 
 
-def of_own_samples(dp: Comm, own: Sums, computed: Sums, distance: int) -> Sums:
-    """Return the fingerprints that the rank `distance` before this one computed from this rank's samples. Collective.
+def of_own_samples(groups: Groups, own: Sums, computed: Sums, distance: int) -> Sums:
+    """Return the fingerprints that the rank `distance` data-parallel ranks before this one computed from this rank's samples.
 
+    Collective.
     own: fingerprints of this rank's samples by this rank
     computed: by this rank, of the samples of the rank `distance` after it
     """
+    dp = groups.dp
+    distance *= groups.cp.size
     values = torch.tensor([computed[key] for key in sorted(computed)], dtype=torch.int64)
     if distance % dp.size:
         sending = dp.isend(values, (dp.rank + distance) % dp.size)

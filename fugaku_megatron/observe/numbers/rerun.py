@@ -143,7 +143,8 @@ class Rerun:
         scale = trainer.optimizer.scaler.scale
         distance = self.distance
         elsewhere = trainer.repeat(consumed, scale, shift=distance)
-        computed = [first, self._of_own_samples(first, distance)]
+        groups = trainer.groups
+        computed = [first, of_own_samples(groups, first, self.fingerprints.take(), distance)]
         key = first_difference(first, computed[1])
         if first_rank(trainer.world, None if key is None else (0,), 1) is None:
             again = trainer.repeat(consumed, scale)  # the bits of sums that an undisturbed run has
@@ -152,9 +153,10 @@ class Rerun:
                 "it has the same bits, when other ranks compute the samples as well: the cause is "
                 f"the batch, not a machine. {skip}"
             )
-        if trainer.groups.data_size > 2 * distance:
+        if groups.data_size > 2 * distance:
             elsewhere = trainer.repeat(consumed, scale, shift=2 * distance)
-            computed.append(self._of_own_samples(first, 2 * distance))
+            again_elsewhere = self.fingerprints.take()
+            computed.append(of_own_samples(groups, first, again_elsewhere, 2 * distance))
         place = self._repeated_mistake(key, computed)
         return elsewhere, (
             "it has the same bits, but other bits when other ranks compute the samples: the cause "
@@ -169,11 +171,6 @@ class Rerun:
         if self.distance == 0:
             return "all data-parallel ranks have different experts"
         return ""
-
-    def _of_own_samples(self, own: Sums, shift: int) -> Sums:
-        """Return this rank's fingerprints, computed by the rank `shift` before it. Collective."""
-        groups = self.trainer.groups
-        return of_own_samples(groups.dp, own, self.fingerprints.take(), shift * groups.cp.size)
 
     def _repeated_mistake(self, key: Key | None, computed: list[Sums]) -> str:
         """Describe the rank that no other rank confirms. Collective.
