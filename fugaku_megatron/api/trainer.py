@@ -364,7 +364,9 @@ class Trainer:
             self._event(
                 progress.iteration, trainer_module.uncounted_line(progress.iteration, result)
             )
-        self._check_machine(progress.iteration)
+        interval = self._run.numbers.check_weight_hash_across_dp_replicas_interval
+        if interval and progress.iteration % interval == 0:
+            self._trainer.check_replicas()
         return Step(
             iteration=progress.iteration,
             loss=result.loss,
@@ -379,12 +381,6 @@ class Trainer:
             num_zeros=result.num_zeros if output.log_num_zeros_in_grad else None,
             params_norm=optimizer.params_norm() if output.log_params_norm else None,
         )
-
-    def _check_machine(self, iteration: int) -> None:
-        """Check replicas if the config asks. Collective."""
-        interval = self._run.numbers.check_weight_hash_across_dp_replicas_interval
-        if interval and iteration % interval == 0:
-            self._trainer.check_replicas()
 
     def _asked_to_stop(self) -> bool:
         """Return True on every rank after a signal or timeout; advance a save."""

@@ -12,7 +12,6 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from ..text.named_files import StrPath
-from ..text.numbers import say as say
 
 
 class MappedFile:

@@ -80,7 +80,7 @@ def check_files(prefix: str) -> None:
 
 @dataclass(frozen=True)
 class Header:
-    """Checked .idx contents; numbers: sequences, document indices, tokens; size in bytes.
+    """Checked .idx contents; numbers: sequences, tokens; size in bytes.
 
     The sequence lengths' CRC-32 identifies the sample order.
 
@@ -89,7 +89,6 @@ class Header:
 
     dtype: str
     sequences: int
-    documents: int
     tokens: int
     size: int
     lengths_crc32: str
@@ -164,7 +163,7 @@ def _read_index(prefix: str) -> Header:
         tokens, crc = _check_places(path, stream, sequences, dtype.itemsize)
         _check_documents(path, stream, sequences, documents)
     _check_bin_size(prefix, bin_size, tokens, dtype)
-    return Header(ELEMENT_TYPES[code], sequences, documents, tokens, size, crc)
+    return Header(ELEMENT_TYPES[code], sequences, tokens, size, crc)
 
 
 def _check_bin_size(prefix: str, size: int, tokens: int, dtype: np.dtype) -> None:
@@ -197,9 +196,8 @@ class StoredTokens:
 class IndexedDataset:
     """Sequence reader; `data[i]` and `data.get(i, offset, length)` are read-only arrays.
 
-    Attributes from .idx: sequence_lengths int32[n] in tokens, document_indices int64[d]. With
-    `comm` only rank 0 reads and checks .idx; ranks open files on first use. Raises ValueError on
-    every rank if a file is missing, truncated, invalid or changed, or the two disagree.
+    With `comm` only rank 0 reads and checks .idx; ranks open files on first use. Raises ValueError
+    on every rank if a file is missing, truncated, invalid or changed, or the two disagree.
     """
 
     def __init__(self, prefix: StrPath, comm: Comm | None = None):
@@ -268,14 +266,6 @@ class IndexedDataset:
                 f"{path}: {size} bytes, but {self.header.size} where rank 0 read it; {REBUILD}"
             )
         return self._open(path)
-
-    @cached_property
-    def sequence_lengths(self) -> np.ndarray:
-        return self.read_lengths(0, len(self))
-
-    @cached_property
-    def document_indices(self) -> np.ndarray:
-        return self._index.read("<i8", HEADER.size + 12 * len(self), self.header.documents)
 
     @property
     def tokens(self) -> StoredTokens:

@@ -18,8 +18,8 @@ _CPUS = os.sched_getaffinity(0)
 class Prefetcher(Generic[T]):
     """Iterator over `source` that loads up to `depth` items ahead in a thread.
 
-    `next` raises the source's exception in place of the item. `close` (or leaving `with`) stops the
-    thread after the current item.
+    `next` raises the source's exception in place of the item. `close` stops the thread after the
+    current item.
     """
 
     def __init__(self, source: Iterable[T], depth: int = 2):
@@ -63,9 +63,3 @@ class Prefetcher(Generic[T]):
         self._closed = True
         self._room.release()
         self._thread.join()
-
-    def __enter__(self) -> Prefetcher[T]:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

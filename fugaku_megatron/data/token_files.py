@@ -75,7 +75,7 @@ def read_header(path: str) -> Header:
         )
     pieces = -(-tokens // PIECE)
     crc = zlib.crc32(_lengths(tokens, 0, pieces).data)
-    return Header(dtype.str, pieces, pieces + 1, tokens, size, f"{crc:08x}", begin)
+    return Header(dtype.str, pieces, tokens, size, f"{crc:08x}", begin)
 
 
 def _lengths(tokens: int, start: int, stop: int) -> np.ndarray:
@@ -104,10 +104,6 @@ class TokenFile(IndexedDataset):
                 f"{self.prefix}: {size} bytes, but {self.header.size} where rank 0 read it: copy it again"
             )
         return self._open(self.prefix)
-
-    @cached_property
-    def document_indices(self) -> np.ndarray:
-        return np.arange(self.header.documents)
 
     def read_lengths(self, start: int, stop: int) -> np.ndarray:
         return _lengths(self.num_tokens, start, stop)

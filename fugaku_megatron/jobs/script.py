@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..config.fields import check
-from ..text.named_files import about, unreadable
+from ..text.named_files import about
 from . import limits, torus
 
 COMMON = Path(__file__).with_name("pjsub.sh")
@@ -142,8 +142,6 @@ def _enter(script: Script, option: str, value: str, line: int) -> None:
 
 def read(path: Path) -> str:
     """Return a job script's text. ValueError if bash could not read the file."""
-    if reason := unreadable(path):
-        raise ValueError(f"{path}: {reason}: pass a job script")
     try:
         text = path.read_bytes().decode()
     except OSError as error:

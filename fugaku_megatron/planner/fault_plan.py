@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from statistics import mean
 from typing import NamedTuple
 
@@ -199,13 +199,14 @@ class FaultPlan:
         """(spare nodes, node hours for each node hour of the whole job without lost nodes) up to two more than the best."""
         found: list[tuple[int, float]] = []
         best = 0
+        speed = cache(self._speed)
         while len(found) < best + 3:
             number = len(found)
-            found.append((number, self._node_hours(number)))
+            found.append((number, self._node_hours(number, speed)))
             best = min(found, key=lambda each: each[1])[0]
         return found
 
-    def _node_hours(self, spares: int) -> float:
+    def _node_hours(self, spares: int, speed_without: Callable[[int], float]) -> float:
         nodes = self.plan.system.nodes
         share = self.faults.shares[NODE] + self.faults.shares[WIDE]
         lost = self.faults.rate * share * self.allocation * HOUR  # mean at the end
@@ -215,21 +216,14 @@ class FaultPlan:
             most = int(until + 6 * math.sqrt(until) + 6)
             probability = math.exp(-until)
             for count in range(most + 1):
-                speed += probability * self._speed(max(0, count - spares)) / MOMENTS
+                speed += probability * speed_without(max(0, count - spares)) / MOMENTS
                 probability *= until / (count + 1)
         return (nodes + spares) / nodes / speed if speed else math.inf
 
     def _speed(self, missing: int) -> float:
         """Return the speed without so many nodes: with fewer data-parallel replicas, as `supervise` continues."""
-        if missing not in self._speeds:
-            self._speeds[missing] = self._speed_of(missing)
-        return self._speeds[missing]
-
-    @cached_property
-    def _speeds(self) -> dict[int, float]:
-        return {0: 1.0}
-
-    def _speed_of(self, missing: int) -> float:
+        if not missing:
+            return 1.0
         plan = self.plan
         system = plan.system
         left = system.nodes - missing
@@ -343,7 +337,8 @@ def draw(path: StrPath, found: FaultPlan) -> None:
         axes.set(
             xlabel="minutes of training between two copies", ylabel="effective training time (%)"
         )
-        axes.set_ylim(bottom=max(0.0, 100 * _lowest(found.choices) - 20), top=100)
+        lowest = min(choice.share for choice in found.choices)
+        axes.set_ylim(bottom=max(0.0, 100 * lowest - 20), top=100)
         axes.legend(fontsize="small", title="best intervals (dots)")
         hours = 1 / found.faults.rate / HOUR
         axes.set_title(
@@ -351,7 +346,3 @@ def draw(path: StrPath, found: FaultPlan) -> None:
             loc="left",
             fontsize="medium",
         )
-
-
-def _lowest(choices: Sequence[Choice]) -> float:
-    return min(choice.share for choice in choices)

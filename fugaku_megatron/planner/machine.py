@@ -148,10 +148,6 @@ class Machine:
         """Most ranks on a node: one per GPU, or one per thread."""
         return self.units if self.kind == "gpu" else self.threads
 
-    @property
-    def node_memory_bytes(self) -> float:
-        return self.memory_gib * GIB
-
     def gemm_curve(self, threads: int, int8: bool = False) -> GemmCurve:
         """Return the curve for `threads`: measured, interpolated in log(threads), or the nearest.
 

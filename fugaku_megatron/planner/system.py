@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..config.fields import check
 from . import machine, software
-from .machine import MIB, Machine
+from .machine import GIB, MIB, Machine
 from .software import MemoryParameters, Parameters, Software
 
 
@@ -55,7 +55,7 @@ class System:
     def limit_mib(self) -> float:
         """A rank's memory limit in MiB; caching allocators first return unused blocks."""
         room: float = 1 - self.software.counts["reclaimed"]
-        return self.machine.node_memory_bytes / MIB / self.ranks_per_node / room
+        return self.machine.memory_gib * GIB / MIB / self.ranks_per_node / room
 
 
 def start_up(nodes: int) -> float:

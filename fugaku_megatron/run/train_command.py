@@ -50,10 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="train a few narrow layers with random tokens in the run's layout and on one rank, compare every tensor, and stop",
     )
     parser.add_argument(
-        "--record", metavar="DIR", help="with --check-layout: write the layout's tensors into DIR"
+        "--record",
+        type=Path,
+        metavar="DIR",
+        help="with --check-layout: write the layout's tensors into DIR",
     )
     parser.add_argument(
         "--against",
+        type=Path,
         metavar="DIR",
         help="with --check-layout: compare with the tensors that --record wrote into DIR, on another machine, "
         "with another MPI or other kernels, not with one rank",
@@ -165,16 +169,12 @@ def _train(arguments: Arguments) -> None:
 
 
 def _check_layout(
-    arguments: Arguments, world: Comm, record: str | None, against: str | None
+    arguments: Arguments, world: Comm, record: Path | None, against: Path | None
 ) -> None:
     from ..layout_check.check import Files
     from .check_layout import check_run_layout
 
-    files = Files(
-        record=None if record is None else Path(record),
-        against=None if against is None else Path(against),
-    )
-    check_run_layout(arguments.run, world, files)
+    check_run_layout(arguments.run, world, Files(record=record, against=against))
 
 
 def hang_settings(run: RunConfig) -> HangSettings:

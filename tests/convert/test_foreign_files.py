@@ -41,6 +41,7 @@ from fugaku_megatron.convert.open_weights import open_weights
 from fugaku_megatron.data.indexed import IndexedDataset
 from fugaku_megatron.run.checkpoint_source import matrices
 from tests.file_damage import damages
+from tests.helpers import document_indices
 from tools.foreign_fields import LINE, PAGE, tables
 
 pytestmark = pytest.mark.unit
@@ -495,7 +496,7 @@ def test_a_dataset_of_megatron_core_is_read():
     prefix = FOREIGN / "indexed" / "text_document"
     documents = json.loads((FOREIGN / "indexed" / "expected.json").read_text())["documents"]
     dataset = IndexedDataset(str(prefix))
-    assert len(dataset.document_indices) == len(documents) + 1
+    assert len(document_indices(prefix)) == len(documents) + 1
     found = [dataset[number].tolist() for number in range(len(dataset))]
     assert found == [sentence for document in documents for sentence in document]
 

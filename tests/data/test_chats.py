@@ -269,7 +269,7 @@ def test_preprocess_writes_chats_and_which_tokens_are_trained(folder, tokenizer,
     expected = [template.encode(Chat(record["messages"])) for record in records]
     assert all(map(np.array_equal, signed_chats(files), expected))
     trained = sum(int((tokens < 0).sum()) for tokens in expected)
-    assert files.count_trained(0, files.sequence_lengths).sum() == trained
+    assert files.count_trained(0, files.read_lengths(0, len(files))).sum() == trained
     said = capsys.readouterr().out
     assert (
         f"200 chats, {sum(map(len, expected))} tokens, {trained} of them trained" in said

@@ -1,6 +1,7 @@
 """The prefetching thread: order, errors, depth and threads."""
 
 import time
+from contextlib import closing
 
 import psutil
 import pytest
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.unit
 
 
 def test_prefetcher_keeps_order_ends_and_raises_the_source_error_in_turn():
-    with Prefetcher(iter(range(100)), depth=3) as items:
+    with closing(Prefetcher(iter(range(100)), depth=3)) as items:
         assert list(items) == list(range(100))
         assert list(items) == []
     assert not items._thread.is_alive()
@@ -24,7 +25,7 @@ def test_prefetcher_keeps_order_ends_and_raises_the_source_error_in_turn():
         yield 1
         raise ValueError("token id 9 is outside the vocabulary")
 
-    with Prefetcher(source()) as items:
+    with closing(Prefetcher(source())) as items:
         assert next(items) == 1
         for _ in range(2):
             with pytest.raises(ValueError, match="token id 9"):
@@ -33,7 +34,7 @@ def test_prefetcher_keeps_order_ends_and_raises_the_source_error_in_turn():
 
 def test_prefetcher_runs_no_further_than_depth_and_closes_while_full():
     produced = []
-    with Prefetcher((produced.append(i) or i for i in range(100)), depth=3) as items:
+    with closing(Prefetcher((produced.append(i) or i for i in range(100)), depth=3)) as items:
         assert next(items) == 0
         assert wait_until(lambda: len(produced) >= 4)
         time.sleep(0.02)
@@ -54,7 +55,7 @@ def test_loading_in_the_background_starts_no_second_openmp_team():
     try:
         torch.ones(2**22).add_(1)  # the main thread's own team
         before = psutil.Process().num_threads()
-        with Prefetcher(micro_batches(large, 0, lambda _: 64, 64, 0, 1), depth=2) as items:
+        with closing(Prefetcher(micro_batches(large, 0, lambda _: 64, 64, 0, 1), depth=2)) as items:
             assert next(items).shape == next(items).shape == (4097, 64)
             assert (
                 psutil.Process().num_threads() <= before + 1

@@ -76,19 +76,10 @@ def decompressed_blocks(path: str, packed: str) -> Iterator[tuple[bytes, int]]:
 def lines(path: str, packed: str, largest: int) -> Iterator[Record]:
     """Yield (number, line, file bytes read). Raises ValueError for a line above `largest` bytes."""
     number = 1
-    if not packed:
-        read = 0
-        with open(path, "rb") as file:
-            while line := file.readline(largest + 2):
-                check_size(path, f"line {number} is ", len(line) - line.endswith(b"\n"), largest)
-                read += len(line)
-                yield number, line, read
-                number += 1
-        return
     rest = [b""]
     size = 0
     read = 0
-    for block, read in decompressed_blocks(path, packed):
+    for block, read in text_blocks(path, packed):
         first, *others = block.split(b"\n")
         rest.append(first)
         size += len(first)

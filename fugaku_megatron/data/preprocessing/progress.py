@@ -6,7 +6,7 @@ import sys
 import time
 from datetime import timedelta
 
-from ..files import say
+from ...text.numbers import say
 from .encoder import Encoded
 from .unfinished import Unfinished
 

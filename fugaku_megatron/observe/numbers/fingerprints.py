@@ -39,7 +39,7 @@ class Fingerprints:
 
     def __init__(self, trainer: Trainer) -> None:
         self.active = False
-        self._sums: Sums = {}
+        self.sums: Sums = {}
         self._names: dict[tuple[int, int, int], str] = {}  # without the first sample
         self._flat = trainer.optimizer.flat
         self._groups = trainer.groups
@@ -54,13 +54,9 @@ class Fingerprints:
                 module.register_forward_hook(partial(self._forward, output, gradient))
         trainer.optimizer.buckets.before_sum = self._weights
 
-    @property
-    def sums(self) -> Sums:
-        return self._sums
-
     def take(self) -> Sums:
-        sums = self._sums
-        self._sums = {}
+        sums = self.sums
+        self.sums = {}
         return sums
 
     def describe(self, key: Key) -> str:
@@ -98,30 +94,30 @@ class Fingerprints:
         sample = forward_pass.first_sample
         if isinstance(module, Chunk):
             tokens = [x for x in args[:2] if isinstance(x, Tensor) and not x.is_floating_point()]
-            self._sums[sample, TOKENS, 0, 0] = _sum(tokens)
+            self.sums[sample, TOKENS, 0, 0] = _sum(tokens)
         key = (sample, *place)
-        if key not in self._sums:  # recompute repeats a forward, and may leave its result unset
+        if key not in self.sums:  # recompute repeats a forward, and may leave its result unset
             tensors = output if isinstance(output, tuple) else (output,)
-            self._sums[key] = _sum(x for x in tensors if isinstance(x, Tensor))
+            self.sums[key] = _sum(x for x in tensors if isinstance(x, Tensor))
         x = args[0]
         if torch.is_grad_enabled() and x.requires_grad:
             x.register_hook(partial(self._backward, (sample, *gradient)))
 
     def _backward(self, key: Key, grad: Tensor) -> None:
-        self._sums[key] = bit_sum(grad)
+        self.sums[key] = bit_sum(grad)
 
     def _weights(self, index: int, grads: Tensor) -> None:
         """Add a bucket's weight gradients before their sum over ranks. index: -1 for the tied embedding"""
         if not self.active:
             return
         if index < 0:
-            self._sums[AFTER_SAMPLES, WEIGHT_GRADIENT, len(self._flat.buckets), 0] = bit_sum(grads)
+            self.sums[AFTER_SAMPLES, WEIGHT_GRADIENT, len(self._flat.buckets), 0] = bit_sum(grads)
             return
         bucket = self._flat.buckets[index]
         for parameter, start, _, _ in self._flat.overlaps(bucket.start, bucket.end):
             first = start - bucket.start
             own = grads[first : first + parameter.numel()]
-            self._sums[AFTER_SAMPLES, WEIGHT_GRADIENT, index, start] = bit_sum(own)
+            self.sums[AFTER_SAMPLES, WEIGHT_GRADIENT, index, start] = bit_sum(own)
 
 
 def _sum(tensors: Iterable[Tensor]) -> int:
