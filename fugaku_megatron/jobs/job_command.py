@@ -50,44 +50,43 @@ SCRIPTS = {
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add flags of the Fugaku job, and the training flags of the run."""
     group = parser.add_argument_group("job")
-    group.add_argument("--nodes", type=int, help="nodes of the job (required)")
-    group.add_argument(
+    add = group.add_argument
+    add("--nodes", type=int, help="nodes of the job (required)")
+    add(
         "--ranks-per-node",
         type=int,
         choices=limits.RANKS_PER_NODE,
         help="default: the fastest in the model",
     )
-    group.add_argument(
+    add(
         "--mode",
         default="normal-2.0",
         help=f"clock and power: {', '.join(limits.MODES)} (default: normal-2.0)",
     )
-    group.add_argument(
+    add(
         "-g",
         "--group",
         default=None,
         help=f"project to charge (default: ${GROUP_VARIABLE} when submitting)",
     )
-    group.add_argument(
+    add(
         "--volumes",
         default="/vol0004",
         help="volumes that the job opens, joined by colons (default: /vol0004)",
     )
-    group.add_argument(
+    add(
         "--elapse", help="HH:MM:SS (default: the modelled time, at most the resource group's limit)"
     )
-    group.add_argument(
-        "--resource-group", help="default: small, large or huge, by the number of nodes"
-    )
-    group.add_argument("--name", help="name of the job")
-    group.add_argument(
+    add("--resource-group", help="default: small, large or huge, by the number of nodes")
+    add("--name", help="name of the job")
+    add(
         "--kind",
         default="train",
         choices=sorted(render.RUNS),
         help="what the script does (default: train)",
     )
     _add_check_layout(group)
-    group.add_argument("-o", "--output", help="file to write")
+    add("-o", "--output", help="file to write")
     arguments.add_train_flags(parser, "the planner chooses those that are not set")
 
 

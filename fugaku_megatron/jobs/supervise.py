@@ -40,24 +40,25 @@ TIMED = "--exit-duration-in-mins"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the supervisor's flags: restarts, nodes and launcher."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--max-restarts",
         type=int,
         default=3,
         help="after this many restarts the job ends (default: %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--spare-nodes",
         type=int,
         default=0,
         help="how many of --hosts stay unused until another node fails",
     )
-    parser.add_argument(
+    add(
         "--hosts",
         help="nodes of the allocation, in the order of the ranks: a,b,c or @FILE with one on each line",
     )
-    parser.add_argument("--ranks-per-node", type=int, default=1)
-    parser.add_argument(
+    add("--ranks-per-node", type=int, default=1)
+    add(
         "--launcher",
         help="command that starts a program on {ranks} ranks of the nodes {hosts}, {slots} or {map}",
     )

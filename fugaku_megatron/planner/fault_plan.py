@@ -50,13 +50,14 @@ FLAGS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of faults, costs and the simulation."""
     group = parser.add_argument_group("faults")
-    group.add_argument(
+    add = group.add_argument
+    add(
         "--mtbf",
         type=float,
         metavar="HOURS",
         help="mean time between two faults of a node: effective training time, the best intervals of copies, spare nodes",
     )
-    group.add_argument(
+    add(
         "--fault-shares",
         type=float,
         nargs=3,
@@ -64,23 +65,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="shares of faults that leave the node, that lose a node, and that lose several or the whole job (default: "
         f"{' '.join(map(str, SHARES))}, assumed)",
     )
-    group.add_argument(
+    add(
         "--costs-from",
         metavar="SAVE",
         help="--save of a run on these nodes, whose hours.jsonl has measured seconds (default: a model)",
     )
-    group.add_argument(
+    add(
         "--file-system-gbs",
         type=float,
         help="rate at which the whole job writes and reads checkpoints (default: the machine's)",
     )
-    group.add_argument(
+    add(
         "--allocation",
         type=float,
         metavar="HOURS",
         help=f"after which lost nodes are replaced by a new job (default: {ALLOCATION:g})",
     )
-    group.add_argument(
+    add(
         "--simulate",
         type=float,
         metavar="DAYS",

@@ -53,28 +53,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the system's flags, and flags that limit the search or select the output."""
     add_system_arguments(parser)
     group = parser.add_argument_group("plan")
-    group.add_argument(
+    add = group.add_argument
+    add(
         "--ramp-divisible",
         action="store_true",
         help=f"only layouts whose batch can ramp up: DP %% {RAMP_DP} = 0 and global batch %% {RAMP_BATCH} = 0",
     )
-    group.add_argument(
+    add(
         "--explain",
         action="store_true",
         help="the best plan's bottlenecks, and what removing each would gain",
     )
-    group.add_argument(
+    add(
         "--features",
         "--offers",
         action="store_true",
         help="instead of plans: the best plan with and without each feature of the trainer, as a table",
     )
-    group.add_argument(
+    add(
         "--against",
         metavar="SOFTWARE",
         help="with --explain: the steps from SOFTWARE's time to --software's",
     )
-    group.add_argument(
+    add(
         "--png",
         metavar="FILE",
         help="picture of the best plan's pipeline, with --mtbf of its effective training time over the "

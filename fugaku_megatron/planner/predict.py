@@ -51,27 +51,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_system_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of machine, software and job, and the training flags."""
     group = parser.add_argument_group("system")
-    group.add_argument(
+    add = group.add_argument
+    add(
         "--machine",
         default="a64fx",
         help=f"{', '.join(machine.names())}, or a file of fugaku-megatron calibrate or report (default: a64fx)",
     )
-    group.add_argument("--ghz", type=float, help="clock (default: the machine's nominal one)")
-    group.add_argument(
+    add("--ghz", type=float, help="clock (default: the machine's nominal one)")
+    add(
         "--eco-state",
         type=int,
         default=0,
         choices=(0, 2),
         help="2: one floating-point pipe (A64FX)",
     )
-    group.add_argument(
+    add(
         "--software",
         help=f"{', '.join(software.names())} (default: {software.THIS_PROJECT}, on a100 "
         "megatron-a100)",
     )
-    group.add_argument("--nodes", type=int, required=True, help="nodes of the job")
-    group.add_argument("--ranks-per-node", type=int, help="default: 1 on a64fx, 8 on a100")
-    group.add_argument("--json", action="store_true", help="print JSON alone")
+    add("--nodes", type=int, required=True, help="nodes of the job")
+    add("--ranks-per-node", type=int, help="default: 1 on a64fx, 8 on a100")
+    add("--json", action="store_true", help="print JSON alone")
     arguments.add_train_flags(parser)
 
 

@@ -33,29 +33,30 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the training flags, and flags of the dry run and the layout check."""
     parser.usage = "%(prog)s [flags]"  # the list of flags would fill the first screen
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--png",
         metavar="FILE",
         help="picture of a --dry-run's pipeline over time (needs matplotlib)",
     )
-    parser.add_argument(
+    add(
         "--sys-root",
         metavar="DIR",
         help="with --dry-run: print which cores the ranks of a node compute on, one "
         "rank for each NUMA domain, of the machine whose /sys tree was copied into DIR, or of this one (/)",
     )
-    parser.add_argument(
+    add(
         "--check-layout",
         action="store_true",
         help="train a few narrow layers with random tokens in the run's layout and on one rank, compare every tensor, and stop",
     )
-    parser.add_argument(
+    add(
         "--record",
         type=Path,
         metavar="DIR",
         help="with --check-layout: write the layout's tensors into DIR",
     )
-    parser.add_argument(
+    add(
         "--against",
         type=Path,
         metavar="DIR",

@@ -219,53 +219,54 @@ def _layout(log: RunLog) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add flags of tables and plots, and flags that describe a run."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "logs",
         nargs="+",
         metavar="LOG",
         help="a run's log, or its --save, whose history.jsonl is read",
     )
-    parser.add_argument("--csv", metavar="FILE", help="write a row per log into FILE")
-    parser.add_argument(
+    add("--csv", metavar="FILE", help="write a row per log into FILE")
+    add(
         "--per-iteration",
         action="store_true",
         help="with --csv: a row per iteration (or log interval) instead",
     )
-    parser.add_argument(
+    add(
         "--png",
         metavar="FILE",
         help="draw loss and TFLOPs of all logs into FILE, and of one history "
         "the load of every expert",
     )
-    parser.add_argument(
+    add(
         "--hours-png",
         metavar="FILE",
         help="draw the run's time by cause over days or hours; LOG is its --save",
     )
-    parser.add_argument(
+    add(
         "--x",
         choices=tuple(loss_plot.AXES),
         default="iteration",
         help="what --png draws over (default: iteration)",
     )
-    parser.add_argument(
+    add(
         "--markdown",
         action="store_true",
         help="print the table with a heading and lists, for a document",
     )
-    parser.add_argument(
+    add(
         "--follow",
         action="store_true",
         help="read on while the jobs run, until their last line or Ctrl-C",
     )
-    parser.add_argument(
+    add(
         "--interval",
         type=float,
         default=2.0,
         metavar="S",
         help="with --follow: seconds between two reads of the logs (default: 2)",
     )
-    parser.add_argument(
+    add(
         "--ranks",
         action="store_true",
         help="the files are those of train --log-ranks: min, mean and max of each "
