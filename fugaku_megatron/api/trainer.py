@@ -149,11 +149,9 @@ class Trainer:
 
     def _note(self, *lines: str) -> None:
         """Warn of the lines of a start that name what a user may not expect."""
+        arrays = [repr(f"<{name}>") for name in ("data", "valid")]
         noted = [line for line in lines if line.startswith((NOTE, WARNING))]
-        self._warn(*(line for line in noted if not _names_arrays(line)))
-
-    def _event(self, iteration: int, line: str) -> None:
-        self._warn(line)
+        self._warn(*(line for line in noted if not any(name in line for name in arrays)))
 
     def _with_data(self, run: RunConfig, data: Source | None, valid: Source | None) -> RunConfig:
         if data is None:
@@ -226,7 +224,8 @@ class Trainer:
             resumed.lasting(NO_END), self._world, self._nodes, sources=sources, log=self._log
         )
         trainer = assembly.trainer
-        self._note(*filter(None, [watch_numbers(trainer, self._event)]))
+        watched = watch_numbers(trainer, lambda _, line: self._warn(line))
+        self._note(*filter(None, [watched]))
         self._trainer = trainer
         self._assembly = assembly
         self._opened = self._length_opened(trainer.train)
@@ -361,9 +360,7 @@ class Trainer:
         optimizer = self._trainer.optimizer
         self._trained = True
         if result.nothing_counted:
-            self._event(
-                progress.iteration, trainer_module.uncounted_line(progress.iteration, result)
-            )
+            self._warn(trainer_module.uncounted_line(progress.iteration, result))
         interval = self._run.numbers.check_weight_hash_across_dp_replicas_interval
         if interval and progress.iteration % interval == 0:
             self._trainer.check_replicas()
@@ -511,10 +508,6 @@ class Trainer:
         """Stop reading ahead, and wait for a save in the background. Collective."""
         self._finish_save()
         self._trainer.close()
-
-
-def _names_arrays(line: str) -> bool:
-    return any(repr(f"<{name}>") in line for name in ("data", "valid"))
 
 
 T = TypeVar("T")

@@ -84,7 +84,7 @@ class ReadFile:
     Not mapped: truncating a mapped file ends the process by SIGBUS, without a message.
     """
 
-    def __init__(self, path: StrPath, expected: Status | None = None) -> None:
+    def __init__(self, path: StrPath, expected: Status | None) -> None:
         self.path = os.fspath(path)
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor)

@@ -154,7 +154,7 @@ class _Files:
 
 
 def provide(
-    cache: IndexCache | None, request: IndexRequest, build: Build, comm: Comm | None = None
+    cache: IndexCache | None, request: IndexRequest, build: Build, comm: Comm | None
 ) -> Index:
     """Return an index, built by `build` on rank 0 unless cached. Collective.
 

@@ -11,12 +11,12 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..config.fields import check
-from ..text.named_files import about
+from ..text.named_files import about, unreadable
 from . import limits, torus
 
 COMMON = Path(__file__).with_name("pjsub.sh")
@@ -99,12 +99,12 @@ class Script:
         first_of_option = next(iter(self.settings.get(option, {}).values()), None)
         return (setting or first_of_option or Value("", self.last_directive)).line
 
-    def value(self, name: str, environ: dict[str, str] | None = None) -> Value | None:
+    def value(self, name: str, environ: Mapping[str, str] = os.environ) -> Value | None:
         option = self.get("-x", name)
         assignment = self.variables.get(name)
         if assignment is None or option and assignment.text.startswith("${"):
             return option
-        return Value(default(assignment, environ), assignment.line)
+        return Value(default(assignment.text, environ), assignment.line)
 
     def find(self, text: str) -> int | None:
         return next((number for number, line in self.body if text in line.split(" #")[0]), None)
@@ -142,6 +142,8 @@ def _enter(script: Script, option: str, value: str, line: int) -> None:
 
 def read(path: Path) -> str:
     """Return a job script's text. ValueError if bash could not read the file."""
+    if reason := unreadable(path):
+        raise ValueError(f"{path}: {reason}: pass a job script")
     try:
         text = path.read_bytes().decode()
     except OSError as error:
@@ -203,17 +205,14 @@ def _words(text: str, line: int) -> list[str]:
         return shlex.split(text, comments=True)
 
 
-def default(value: Value | None, environ: dict[str, str] | None = None) -> str:
+def default(value: str, environ: Mapping[str, str]) -> str:
     """Return the value of NAME=${NAME:-text}: from the environment, or the text with $VARIABLES
     replaced.
     """
-    if value is None:
-        return ""
-    environ = dict(os.environ if environ is None else environ)
-    environ.setdefault("PWD", os.getcwd())
-    match = re.fullmatch(r"\$\{(\w+):-(.*)\}", value.text)
-    text = environ.get(match[1]) or match[2] if match else value.text
-    return re.sub(r"\$\{?(\w+)\}?", lambda m: environ.get(m[1], m[0]), text)
+    known = {"PWD": os.getcwd(), **environ}
+    match = re.fullmatch(r"\$\{(\w+):-(.*)\}", value)
+    text = known.get(match[1]) or match[2] if match else value
+    return re.sub(r"\$\{?(\w+)\}?", lambda m: known.get(m[1], m[0]), text)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
+from typing import NamedTuple
 
 from ..cli.output_files import check_picture
 from ..config import batches
@@ -158,7 +159,7 @@ def _print_json(
     if args.explain:
         output["gains"] = gains(best[0][0])
     if changes:
-        output["changes"] = [vars(change) for change in changes]
+        output["changes"] = [change._asdict() for change in changes]
     if faults:
         output["effective_training_time"] = faults.as_json()
     print(json.dumps(output))
@@ -201,10 +202,10 @@ def feature_variants(run: RunConfig, system: System) -> Iterator[tuple[str, RunC
 def feature_plans(
     run: RunConfig, system: System, held: frozenset[str]
 ) -> dict[str, LayoutCandidate | None]:
-    found: dict[str, LayoutCandidate | None] = {}
-    for name, variant, on in feature_variants(run, system):
-        found[name] = next(iter(search(variant, on, held).plans), None)
-    return found
+    return {
+        name: next(iter(search(variant, on, held).plans), None)
+        for name, variant, on in feature_variants(run, system)
+    }
 
 
 def _feature_cells(
@@ -244,8 +245,7 @@ MEANINGS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Change:
+class Change(NamedTuple):
     """Change between two software versions.
 
     seconds: iteration time after it
@@ -304,23 +304,15 @@ def changes_between(
         iteration_s=old.iteration_s,
     )
     rows = [
-        Change(name=f"{against} as given", seconds=seconds(before, old)),
-        Change(
-            name="fewer faults",
-            seconds=seconds(without_faults, old),
-            note="freed memory stays with the process",
-        ),
-        Change(
-            name="native kernels",
-            seconds=seconds(after, kernels),
-            note="fused, attention without scores",
-        )
+        Change(f"{against} as given", seconds(before, old)),
+        Change("fewer faults", seconds(without_faults, old), "freed memory stays with the process"),
+        Change("native kernels", seconds(after, kernels), "fused, attention without scores")
         if new_code.style == "native"
-        else Change(name=f"operators of {new_code.name}", seconds=seconds(after, kernels)),
+        else Change(f"operators of {new_code.name}", seconds(after, kernels)),
         Change(
-            name="no pipeline warm-up",
-            seconds=seconds(after, new),
-            note="nothing is compiled or set up in an iteration",
+            "no pipeline warm-up",
+            seconds(after, new),
+            "nothing is compiled or set up in an iteration",
         ),
     ]
     cut = frozenset(
@@ -336,24 +328,20 @@ def changes_between(
     units = system.machine.units
     if units in new_code.choices.ranks_per_node:
         spread = search(current, replace(after, ranks_per_node=units), cut)
-        rows.append(_taken("ranks per CMG", rows[-1].seconds, spread))
-    rows.append(Change(name="schedule and layout", seconds=best.seconds, note=_layout(best)))
+        rows.append(_taken(rows[-1].seconds, spread))
+    rows.append(Change("schedule and layout", best.seconds, _layout(best)))
     return rows
 
 
-def _taken(name: str, before: float, result: Search) -> Change:
+def _taken(before: float, result: Search) -> Change:
+    name = "ranks per CMG"
     if not result.plans:
-        return Change(
-            name=name,
-            seconds=before,
-            note=f"not taken at this cut: {result.dropped.most_common(1)[0][0]}",
-        )
+        reason = result.dropped.most_common(1)[0][0]
+        return Change(name, before, f"not taken at this cut: {reason}")
     plan = result.plans[0]
     if plan.seconds >= before:
-        return Change(
-            name=name, seconds=before, note=f"not taken: {plan.seconds:.4g} s with {_layout(plan)}"
-        )
-    return Change(name=name, seconds=plan.seconds, note=_layout(plan))
+        return Change(name, before, f"not taken: {plan.seconds:.4g} s with {_layout(plan)}")
+    return Change(name, plan.seconds, _layout(plan))
 
 
 def _layout(plan: LayoutCandidate) -> str:

@@ -11,6 +11,7 @@ import errno
 import os
 import stat
 from pathlib import Path
+from typing import TextIO
 
 from .named_files import StrPath
 
@@ -56,6 +57,15 @@ def write_text(path: StrPath, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def reopened(path: Path, text: str) -> TextIO:
+    """Replace a file by another with the text, and open that to append: a lost process still writes into the old file."""
+    make_folder(path.parent)
+    aside = path.with_name(f"{path.name}.tmp")
+    write_text(aside, text)
+    aside.replace(path)
+    return open(path, "a", encoding="utf-8", opener=no_link)
 
 
 def make_folder(folder: Path) -> None:

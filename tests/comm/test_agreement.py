@@ -7,7 +7,7 @@ import pytest
 from fugaku_megatron.comm import agreement, job
 from fugaku_megatron.comm.agreement import agree, describe, find_nodes, on_root, scatter_object
 from fugaku_megatron.comm.base import SoloComm
-from fugaku_megatron.observe.hang.heartbeat import Heartbeat
+from fugaku_megatron.observe.hang.heartbeat import Heartbeat, decode
 from fugaku_megatron.observe.hang.watchdog import HangSettings, Watchdog
 from fugaku_megatron.observe.observers import place
 from fugaku_megatron.run.checks import check_same_run
@@ -127,7 +127,7 @@ def test_ranks_learn_their_node_and_the_one_above(tmp_path):
             Heartbeat(tmp_path / f"alone{world.rank}"), HangSettings(1000.0, tmp_path, None)
         )
         place(watchdog, world, find_nodes(world, f"node{world.rank // 3}"))
-        beat = watchdog.heart.beat()
+        beat = decode(watchdog.heart._memory)
         own = watchdog.link._socket.getsockname()
         world.barrier()
         watchdog.close()

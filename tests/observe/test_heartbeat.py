@@ -33,7 +33,8 @@ def memory(tmp_path, monkeypatch):
 
 
 def test_others_read_what_a_rank_does(memory):
-    heart = Heartbeat(node_folder(), 7, 20.0)
+    heart = Heartbeat(node_folder(), 7)
+    heart.introduce(7, 20.0)
     node = Node(heart.folder)
     with heart.iteration(12):
         before = heart.enter("forward of micro-batch 3")
@@ -57,7 +58,7 @@ def test_others_read_what_a_rank_does(memory):
 def test_what_a_heartbeat_says_is_cut_to_its_place():
     heart = Heartbeat()
     heart.enter("".join(repeat("é", heartbeat.TEXT)))
-    assert heart.beat().what == "é" * (heartbeat.TEXT // 2)
+    assert decode(heart._memory).what == "é" * (heartbeat.TEXT // 2)
     assert decode(bytes(heartbeat.PAGE)) is None
 
 

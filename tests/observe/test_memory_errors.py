@@ -6,6 +6,7 @@ import pytest
 
 from fugaku_megatron.comm.agreement import Nodes
 from fugaku_megatron.comm.base import SoloComm
+from fugaku_megatron.observe.resources import memory_errors
 from fugaku_megatron.observe.resources.memory_errors import MemoryErrors, read_counters
 
 pytestmark = pytest.mark.unit
@@ -19,6 +20,7 @@ def write(root, name: str, text: str) -> None:
 
 def test_a_growing_counter_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("platform.node", lambda: "c12")
+    monkeypatch.setattr(memory_errors, "EDAC", tmp_path)
     write(tmp_path, "ce_count", "7\n")
     write(tmp_path, "ue_count", "0\n")
     write(tmp_path, "ce_noinfo_count", "0\n")
@@ -26,7 +28,7 @@ def test_a_growing_counter_is_named(tmp_path, monkeypatch):
     write(tmp_path, "dimm4/dimm_ce_count", "none\n")
     said: list[tuple[int, str]] = []
     world = SoloComm()
-    errors = MemoryErrors(world, Nodes(world, 1, 0), lambda *line: said.append(line), tmp_path)
+    errors = MemoryErrors(world, Nodes(world, 1, 0), lambda *line: said.append(line))
     errors.finish_interval(10)
     assert said == []
     write(tmp_path, "ce_count", "9\n")

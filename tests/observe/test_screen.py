@@ -118,14 +118,14 @@ def test_without_a_terminal_log_lines_are_printed_and_added_to_the_file(tmp_path
 
 
 def test_the_log_file_takes_a_path_of_any_bytes(tmp_path):
-    screen = Screen(io.StringIO(), log_file=tmp_path / "run.log")
+    screen = Screen(io.StringIO(), None, tmp_path / "run.log")
     screen.line("saved to " + os.fsdecode(b"b\xff"))
     assert (tmp_path / "run.log").read_bytes() == b"saved to b\xff\n"
 
 
 def test_a_log_file_that_cannot_be_written_any_more_is_said_once(tmp_path):
     stream = io.StringIO()
-    screen = Screen(stream, log_file=tmp_path / "gone" / "run.log")
+    screen = Screen(stream, None, tmp_path / "gone" / "run.log")
     screen.line("one")
     screen.line("two")
     assert [line.partition(": no longer")[0] for line in stream.getvalue().splitlines()] == [

@@ -103,21 +103,21 @@ class ChatDataset:
 
     def __init__(
         self,
-        files: ChatFiles | ChatArrays,
+        indexed: ChatFiles | ChatArrays,
         name: str,
         documents: range,
         num_samples: int | None,
         config: DatasetConfig,
         truncate: bool = False,
     ):
-        self.files = files
+        self.indexed = indexed
         self.name = name
         self.documents = documents
         self.size = config.seq_length + 1
         self.config = config
         self.num_documents = len(documents)
         self._fetched = 0
-        lengths = files.read_lengths(documents.start, documents.stop)
+        lengths = indexed.read_lengths(documents.start, documents.stop)
         on_root(config.comm, lambda: self._check(lengths, truncate))
         self.lengths = np.minimum(lengths, self.size)
         self.num_tokens = int(self.lengths.sum(dtype=np.int64))
@@ -131,38 +131,34 @@ class ChatDataset:
     def _check(self, lengths: np.ndarray, truncate: bool) -> None:
         if not len(lengths):
             raise ValueError(
-                f"{self.name} data of {self.files.prefix}: it has no chats: pass more of them, or change --split"
+                f"{self.name} data of {self.indexed.prefix}: it has no chats: pass more of them, or change --split"
             )
         too_long = np.flatnonzero(lengths > self.size)
         if len(too_long) and not truncate:
             first = int(too_long[0])
             others = f"{len(too_long)} of {len(lengths)} chats are too long"
             raise ValueError(
-                f"{self.name} data of {self.files.prefix}: chat {self.documents[first]}, counted from 0, has "
+                f"{self.name} data of {self.indexed.prefix}: chat {self.documents[first]}, counted from 0, has "
                 f"{lengths[first]} tokens, and a sample takes --seq-length {self.size - 1} + 1; {others}, the longest "
                 f"has {lengths.max()}: raise --seq-length, or cut them with --sft-truncate"
             )
-
-    @property
-    def indexed(self) -> ChatFiles | ChatArrays:
-        return self.files
 
     def _count(self) -> tuple[int, int]:
         trained = 0
         lost = 0
         for first in range(0, len(self.lengths), COUNTED_AT_ONCE):
             lengths = self.lengths[first : first + COUNTED_AT_ONCE]
-            counts = self.files.count_trained(self.documents.start + first, lengths)
+            counts = self.indexed.count_trained(self.documents.start + first, lengths)
             trained += int(counts.sum())
             lost += int((counts == 0).sum())
         if not trained:
-            where = f"{self.name} data of {self.files.prefix}: none of its {self.num_tokens:,} tokens is trained"
+            where = f"{self.name} data of {self.indexed.prefix}: none of its {self.num_tokens:,} tokens is trained"
             if self.chats_cut:
                 raise ValueError(
                     f"{where}: --sft-truncate cut the answers of {self.chats_cut:,} of {len(self.lengths):,} chats away: "
                     f"raise --seq-length, which is {self.size - 1}"
                 )
-            if isinstance(self.files, ChatArrays):
+            if isinstance(self.indexed, ChatArrays):
                 raise ValueError(f"{where}: pass chats that have answers")
             raise ValueError(
                 f"{where}, as its {SUFFIX} file says: write the data again, with chats that have answers"
@@ -194,8 +190,8 @@ class ChatDataset:
         for chat in self.chats_of(index):
             length = int(self.lengths[chat - self.documents.start])
             place = slice(end, end + length)
-            sample[0, place] = self.files.get(chat, 0, length)
-            sample[1, place] = self.files.trained(chat, length) * COUNTED
+            sample[0, place] = self.indexed.get(chat, 0, length)
+            sample[1, place] = self.indexed.trained(chat, length) * COUNTED
             sample[1, end] = FIRST  # which nothing of its chat predicts
             end += length
             sample[1, end - 1] |= PADDED  # from which nothing of its chat is predicted
@@ -203,10 +199,10 @@ class ChatDataset:
         if end < self.size:
             sample[1, end] |= FIRST
         if self.config.vocab_size is not None:
-            check_tokens(sample[0], self.config.vocab_size, f"{self.files.prefix}.bin")
+            check_tokens(sample[0], self.config.vocab_size, f"{self.indexed.prefix}.bin")
         self._fetched += 1
         if self._fetched % RELEASE_EVERY == 0:
-            self.files.check_open()
+            self.indexed.check_open()
         return sample
 
     def description(self) -> str:
@@ -229,14 +225,14 @@ def _chat_datasets(dataset: object) -> Iterator[ChatDataset]:
 
 def packing_lines(dataset: object) -> list[str]:
     return [
-        f"{chats.name} data of {chats.files.prefix}: {chats.description()}"
+        f"{chats.name} data of {chats.indexed.prefix}: {chats.description()}"
         for chats in _chat_datasets(dataset)
     ]
 
 
 def lost_lines(*datasets: object) -> list[str]:
     return [
-        f"warning: {chats.name} data of {chats.files.prefix}: {chats.chats_lost:,} of {chats.num_documents:,} chats have no "
+        f"warning: {chats.name} data of {chats.indexed.prefix}: {chats.chats_lost:,} of {chats.num_documents:,} chats have no "
         f"trained token in their first {chats.size} tokens, so nothing is learned from them"
         + (": raise --seq-length" if chats.chats_cut else "")
         for dataset in datasets

@@ -24,7 +24,7 @@ TRAINING_FORMS: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 def training_form(
-    template: str, renders_alike: Callable[[str, str], bool] = lambda changed, template: True
+    template: str, renders_alike: Callable[[str, str], bool]
 ) -> tuple[str, str | None]:
     """Return (template for training, its row in TRAINING_FORMS).
 

@@ -67,7 +67,7 @@ class Turns:
     render: Callable[[Messages, bool], str]
     added: re.Pattern[str]
 
-    def spans(self, first: int = 0) -> list[tuple[int, int]]:
+    def spans(self, first: int) -> list[tuple[int, int]]:
         """Return begin and end of the assistant's turns from message `first` on.
 
         Raises ValueError if renderings do not determine them.

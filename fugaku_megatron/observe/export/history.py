@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...text.named_files import JsonObject, StrPath
-from ...text.written_files import make_folder, no_link, write_text
+from ...text.written_files import reopened
 from .writer import Writer
 
 HISTORY = "history.jsonl"  # in the directory of --save
@@ -57,14 +57,10 @@ class History(Writer):
     """History file, continued after `start_iteration`."""
 
     def __init__(self, path: Path, start_iteration: int = 0) -> None:
-        make_folder(path.parent)
         records = read_run_history(path)
         kept = [record for record in records if record["iteration"] <= start_iteration]
-        aside = path.with_name(path.name + ".tmp")
-        write_text(aside, "".join(json.dumps(record) + "\n" for record in kept))
-        aside.replace(path)
         self.path = path
-        self._file = open(path, "a", encoding="utf-8", opener=no_link)
+        self._file = reopened(path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def record(self, kind: str, values: dict[str, Any]) -> None:
         try:

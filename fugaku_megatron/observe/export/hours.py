@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from ...text.named_files import JsonObject
-from ...text.written_files import make_folder, no_link, write_text
+from ...text.written_files import no_link, reopened
 from . import spans
 from .writer import Writer
 
@@ -66,13 +66,9 @@ class Hours(Writer):
     """
 
     def __init__(
-        self, path: Path, start_iteration: int, times: SpanTimes, saving: str, source: str = ""
+        self, path: Path, start_iteration: int, times: SpanTimes, saving: str, source: str
     ) -> None:
-        make_folder(path.parent)
-        aside = path.with_name(path.name + ".tmp")
-        write_text(aside, path.read_text(errors="replace") if path.exists() else "")
-        aside.replace(path)
-        self._file = open(path, "a", encoding="utf-8", opener=no_link)
+        self._file = reopened(path, path.read_text(errors="replace") if path.exists() else "")
         self._times = times
         self._iteration = start_iteration
         begun = psutil.Process().create_time()

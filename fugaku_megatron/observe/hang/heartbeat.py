@@ -132,9 +132,7 @@ class Heartbeat:
     what: current phase
     """
 
-    def __init__(self, folder: Path | None = None, rank: int = 0, limit: float = 0.0) -> None:
-        self.rank = rank
-        self.limit = limit
+    def __init__(self, folder: Path | None = None, rank: int = 0) -> None:
         self.file: Path | None = None
         self.what = ""
         self._memory: mmap.mmap | bytearray = bytearray(PAGE)
@@ -146,7 +144,7 @@ class Heartbeat:
             self._memory = _page(self.file)
         self.look()
         self.enter("start")
-        self.introduce(rank, limit)
+        self.introduce(rank, 0.0)
 
     def introduce(self, rank: int, limit: float) -> None:
         self.rank = rank
@@ -220,9 +218,6 @@ class Heartbeat:
 
     def look(self, written: bool = False) -> None:
         TICK.pack_into(self._memory, TICK_AT, time.monotonic(), written)
-
-    def beat(self) -> Beat | None:
-        return decode(self._memory)
 
 
 def decode(memory: mmap.mmap | bytes | bytearray) -> Beat | None:

@@ -24,7 +24,7 @@ def _mean_tokens(counts: Tensor) -> Tensor:
 class ExpertWatch(Observer):
     """Tokens of every expert since the last report, (layers with experts, e)."""
 
-    def __init__(self, model: ModelConfig, writer: MetricsWriter, ep: int = 1) -> None:
+    def __init__(self, model: ModelConfig, writer: MetricsWriter, ep: int) -> None:
         self.model = model
         self.writer = writer
         self.ep = ep

@@ -103,8 +103,8 @@ class Screen:
     def __init__(
         self,
         stream: TextIO,
-        live: LiveLine | None = None,
-        log_file: StrPath | None = None,
+        live: LiveLine | None,
+        log_file: StrPath | None,
     ) -> None:
         self._stream = stream
         self._live = live

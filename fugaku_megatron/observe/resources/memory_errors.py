@@ -15,7 +15,7 @@ EDAC = "/sys/devices/system/edac"
 COUNTERS = ("ce_count", "ue_count", "dimm_ce_count", "dimm_ue_count")
 
 
-def read_counters(root: StrPath = EDAC) -> dict[str, int]:
+def read_counters(root: StrPath) -> dict[str, int]:
     """Return counter -> errors since the node's start, of memory controllers and their modules; empty if not readable.
 
     Names are paths such as mc/mc0/dimm3/dimm_ce_count.
@@ -33,17 +33,14 @@ def read_counters(root: StrPath = EDAC) -> dict[str, int]:
 class MemoryErrors(Observer):
     """Node with growing counters, by the first rank of each node."""
 
-    def __init__(
-        self, world: Comm, nodes: Nodes, say: Callable[[int, str], None], root: StrPath = EDAC
-    ) -> None:
+    def __init__(self, world: Comm, nodes: Nodes, say: Callable[[int, str], None]) -> None:
         self.world = world
         self.say = say
-        self._root = root
         self._reads = nodes.leads
         self._counters = self._read()
 
     def _read(self) -> dict[str, int]:
-        return read_counters(self._root) if self._reads else {}
+        return read_counters(EDAC) if self._reads else {}
 
     def finish_interval(self, iteration: int) -> MetricValues:
         """Report every node with a counter that grew."""
