@@ -19,8 +19,7 @@ def build_document_index(
     index = np.tile(np.arange(documents.start, documents.stop, dtype=np.int32), num_epochs)
     together = len(index) - len(documents) * separate_last
     rng.shuffle(index[:together])
-    if separate_last:
-        rng.shuffle(index[together:])
+    rng.shuffle(index[together:])
     return index
 
 
@@ -71,8 +70,7 @@ def build_shuffle_index(num_first: int, total: int, rng: np.random.RandomState) 
     """Return uint32 or int64 (total,): [0, num_first) permuted, then [num_first, total)."""
     index: np.ndarray = np.arange(total, dtype=shuffle_index_dtype(total))
     rng.shuffle(index[:num_first])
-    if num_first < total:
-        rng.shuffle(index[num_first:])
+    rng.shuffle(index[num_first:])
     return index
 
 

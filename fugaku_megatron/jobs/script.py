@@ -266,24 +266,18 @@ def requested(script: Script, group: str | None, files: bool) -> Request:
     check(elapse, f"line {line}: no elapse time: add elapse=HH:MM:SS")
     with about(f"line {line}"):
         seconds = limits.min_seconds(elapse)
+    spares = script.value("SPARE_NODES") or Value("0", 0)
+    check(
+        spares.text.isdecimal() and int(spares.text) < nodes,
+        f"line {spares.line}: SPARE_NODES={spares.text} of node={nodes}: write a number from 0 to {nodes - 1}",
+    )
     return Request(
         script=script,
         nodes=nodes,
-        spares=_spares(script, nodes),
+        spares=int(spares.text),
         shape=sizes if len(sizes) == 3 else None,
         ranks_per_node=int(ranks),
         elapse=seconds,
         group=group,
         files=files,
     )
-
-
-def _spares(script: Script, nodes: int) -> int:
-    setting = script.value("SPARE_NODES")
-    if setting is None:
-        return 0
-    check(
-        setting.text.isdecimal() and int(setting.text) < nodes,
-        f"line {setting.line}: SPARE_NODES={setting.text} of node={nodes}: write a number from 0 to {nodes - 1}",
-    )
-    return int(setting.text)

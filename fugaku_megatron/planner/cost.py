@@ -61,15 +61,18 @@ class Network:
         levels = (
             members == inside or features.TWO_LEVEL_SUMS in self.active and members % inside == 0
         )
-        within = self._inside_rate(shared=levels and features.NODE_SUMS in self.active)
+        machine = self.machine
+        within = self.parameters.intra_reduce_gbs or machine.intra_gbs
+        if not (levels and features.NODE_SUMS in self.active):  # not in memory that the ranks share
+            within = self.parameters.intra_reduce_gbs or machine.intra_reduce_gbs or within
         if not levels:
             between = self._between_rate(group, self.ranks_per_node // inside)
             rate = min(between, within) if inside > 1 else between
-            ring = self._ring(size, members, passes, rate, self.machine.link_alpha_us)
+            ring = self._ring(size, members, passes, rate, machine.link_alpha_us)
             return self._wait(group, members) + ring
         between = self._between_rate(group, self.ranks_per_node)
-        return self._ring(size, inside, passes, within, self.machine.intra_alpha_us) + self._ring(
-            size / inside, members // inside, passes, between, self.machine.link_alpha_us
+        return self._ring(size, inside, passes, within, machine.intra_alpha_us) + self._ring(
+            size / inside, members // inside, passes, between, machine.link_alpha_us
         )
 
     def messages(self, verb: str, group: str, bytes: int) -> float:
@@ -156,11 +159,6 @@ class Network:
             "edp": (layout.edp, layout.pp * layout.ep * etp),
         }[group]
         return members, max(1, ranks // max(1, distance))
-
-    def _inside_rate(self, shared: bool) -> float:
-        """Return a ring link's GB/s inside a node. shared: reduced in memory that the ranks share."""
-        by_mpi = self.machine.intra_reduce_gbs or self.machine.intra_gbs
-        return self.parameters.intra_reduce_gbs or (self.machine.intra_gbs if shared else by_mpi)
 
     def _between_rate(self, group: str, rings: int) -> float:
         """Return a ring link's GB/s between nodes if `rings` rings leave a node.
@@ -422,19 +420,16 @@ class Rank:
         return max(ends, there + back) - computed - 2 * half
 
     def traffic(self, bytes: float) -> float:
-        rate = self.machine.stream_gbs * GB * self.parameters.elementwise_fraction / self._sharers
-        return bytes / rate * self._slowness
-
-    @property
-    def _sharers(self) -> int:
-        """Ranks that share a node's memory bandwidth.
+        """Return the seconds of memory traffic.
 
         Without page placement a tensor is on one unit even if a rank spans several: STREAM then
         falls from 804 to 93 GB/s on an A64FX, by more than its four units.
         """
+        sharers = self.ranks_per_node
         if self.software.counts["pages_on_one_unit"]:
-            return max(self.ranks_per_node, self.machine.units)
-        return self.ranks_per_node
+            sharers = max(sharers, self.machine.units)
+        rate = self.machine.stream_gbs * GB * self.parameters.elementwise_fraction / sharers
+        return bytes / rate * self._slowness
 
     def calls(self, count: float) -> float:
         return count * self.parameters.call_us * 1e-6 * self._slowness
@@ -503,17 +498,13 @@ class Rank:
         return flops / self._peak * (1 / share + dropped)
 
     @cached_property
-    def _measured(self) -> bool:
-        return self.software.measured_on(self.machine)
-
-    @cached_property
     def _curves(self) -> dict[bool, GemmCurve]:
         """Curves of matmuls in the run's precision and, for True, in INT8."""
         threads = self.machine.threads // self.ranks_per_node
         return {int8: self.machine.gemm_curve(threads, int8) for int8 in (False, True)}
 
     def _cpu(self, p: Matmul, curve: GemmCurve) -> float:
-        if self._measured:  # by elements moved per multiplication
+        if self.software.measured_on(self.machine):  # by elements moved per multiplication
             n = 3 / (1 / p.m + 1 / p.n + 1 / p.k)
         else:
             n = (p.m * p.n * p.k) ** (1 / 3)
@@ -522,15 +513,10 @@ class Rank:
 
     def _gpu(self, p: Matmul) -> float:
         filled = max(self._waves(p, *tile) for tile in TILES)
-        fraction = (
-            self.parameters.gemm_fraction
-            * filled
-            * p.k
-            / (p.k + GPU_HALF_K * self.parameters.gemm_half)
-        )
-        return fraction * (
-            1.0 if p.n % 8 == 0 and p.k % 8 == 0 and p.m % 8 == 0 else self.parameters.unaligned
-        )
+        parameters = self.parameters
+        fraction = parameters.gemm_fraction * filled * p.k
+        fraction /= p.k + GPU_HALF_K * parameters.gemm_half
+        return fraction * (parameters.unaligned if any(n % 8 for n in (p.m, p.n, p.k)) else 1.0)
 
     def _waves(self, p: Matmul, rows: int, columns: int) -> float:
         """Return the useful share: edge tiles and the last wave over the SMs are partly empty."""

@@ -106,7 +106,10 @@ class Run:
 
     def _restart(self) -> None:
         """Continue from the newest copy after a fault, and after those during the restart."""
-        self._finish_copies()
+        for time, index, iteration in self._pending:
+            if time <= self.time:  # copies that were not complete are lost with the processes
+                self._complete[index] = iteration
+        self._pending.clear()
         survived = False
         while not survived:
             self.count += 1
@@ -116,13 +119,6 @@ class Run:
             survived = self._pass(seconds)
             self.seconds[RESTART] += self.time - begin
         self._exposed.clear()  # a start makes the lost copies again
-
-    def _finish_copies(self) -> None:
-        """Count the copies that were complete before the fault; the others are lost with the processes."""
-        for time, index, iteration in self._pending:
-            if time <= self.time:
-                self._complete[index] = iteration
-        self._pending.clear()
 
     def _lose(self) -> float:
         """Draw the fault's kind and node, go back to the newest copy that is left, and return the restart's seconds."""

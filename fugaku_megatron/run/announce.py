@@ -24,15 +24,14 @@ def iteration_line(plan: Plan) -> str:
     """Estimate an iteration's time from the FMA peak measured here, without communication."""
     flops = plan.flops.hardware / plan.layout.world_size
     peak = fma_peak_gflops(PEAK_ROUNDS) * 1e9
-    low, high = (short_seconds(flops / peak / share) for share in FMA_SHARE)
+    low, high = (
+        f"{seconds:.2g} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+        for seconds in (flops / peak / share for share in FMA_SHARE)
+    )
     return (
         f"time: about {low} to {high} per iteration, with a log line every {plan.log_interval} (estimate from "
         f"{peak / 1e9:.0f} GFLOP/s of FP32 multiply-adds in this rank)"
     )
-
-
-def short_seconds(value: float) -> str:
-    return f"{value:.2g} s" if value < 100 else f"{value / 60:.0f} min"
 
 
 def data_line(train: Any) -> str | None:

@@ -7,6 +7,7 @@ Stages are built for real (on the meta device) and their parameters compared wit
 from __future__ import annotations
 
 import string
+from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -283,9 +284,8 @@ def _schedule_lines(plan: Plan) -> list[str]:
 
 
 def _traffic_line(plan: Plan) -> str:
-    sent: dict[str, int] = {}
+    sent = Counter[str]()
     for collective in gradient_collectives(plan.config, plan.layout, 0):
-        name = f"{collective.verb} {collective.group}"
-        sent[name] = sent.get(name, 0) + collective.bytes
+        sent[f"{collective.verb} {collective.group}"] += collective.bytes
     sizes = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sent.items())
     return f"bytes per rank, stage 0, once per iteration: {sizes or 'none'}"

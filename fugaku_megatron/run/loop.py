@@ -155,7 +155,10 @@ class Session:
             self._first_iteration(),
             self.telemetry.span(spans.ITERATION, iteration=self.iteration + 1) as attributes,
         ):
-            result = self._train_step()
+            try:
+                result = self.trainer.train_step()
+            except ReplicasDiffer as error:
+                self._leave_for(error.found)
             attributes["skipped"] = result.skipped
         after = allocator.page_faults()
         values = {
@@ -166,12 +169,6 @@ class Session:
             values |= observer.end(result)
         self.watchdog.measured(result.seconds)
         return result, values
-
-    def _train_step(self) -> IterationResult:
-        try:
-            return self.trainer.train_step()
-        except ReplicasDiffer as error:
-            self._leave_for(error.found)
 
     def _first_iteration(self) -> AbstractContextManager[object]:
         if self.trained:
@@ -236,8 +233,12 @@ class Session:
             self.skipped_in_a_row += 1
         else:
             self.skipped_in_a_row = 0
-        if self.skipped_in_a_row == 1:
-            self._explain_nonfinite(result)
+        # The search for the source costs an iteration.
+        if self.skipped_in_a_row == 1 and self.explained < EXPLAINED_AT_MOST:
+            self.explained += 1
+            text = find_nonfinite(self.trainer, result.consumed, result.loss_scale)
+            where = f"Inf or NaN in the gradients of iteration {self.iteration}"
+            self.writer.event(self.iteration, f"{where}: {text}")
         if self.skipped_in_a_row < DIVERGED_STEPS:
             return
         self._finish_save()  # of a checkpoint from before
@@ -250,16 +251,6 @@ class Session:
             f"{place} with a lower --lr, or with --clip-grad"
         )
         raise SystemExit(ExitCode.DIVERGED)
-
-    def _explain_nonfinite(self, result: IterationResult) -> None:
-        """Log the source of the first Inf or NaN, which costs an iteration: only a few times."""
-        if self.explained == EXPLAINED_AT_MOST:
-            return
-        self.explained += 1
-        text = find_nonfinite(self.trainer, result.consumed, result.loss_scale)
-        self.writer.event(
-            self.iteration, f"Inf or NaN in the gradients of iteration {self.iteration}: {text}"
-        )
 
     def _compare_replicas(self) -> None:
         """Raise SystemExit(REPLICAS_DIFFER) if replicas differ, after the current save."""

@@ -46,8 +46,12 @@ def _load(trainer: Trainer, resume: Resume) -> Iterator[str]:
         yield from _start_from_weights(trainer, checkpoint, resume)
     else:
         yield from _resume(trainer, checkpoint, resume)
-    if resume.base is not None:
-        yield from copies_note(trainer)
+    sharers = trainer.optimizer.flat.frozen_memory[0].sharers if resume.base is not None else 0
+    ranks = trainer.groups.dp.size
+    if ranks > 1 and sharers == 1:
+        yield f"each of the {ranks} ranks with the same weights has its own copy of the frozen ones"
+    elif ranks > 1 and sharers:
+        yield f"{sharers} of the {ranks} ranks with the same weights, those of a node, share one copy of the frozen ones"
 
 
 def _resume(trainer: Trainer, checkpoint: Checkpoint, resume: Resume) -> Iterator[str]:
@@ -60,7 +64,10 @@ def _resume(trainer: Trainer, checkpoint: Checkpoint, resume: Resume) -> Iterato
         source = f"copies in memory ({FLAG})"
     adapting = f", adapters of {resume.base.directory}" if resume.base else ""
     yield f"resumed from {source} at iteration {trainer.progress.iteration}{adapting}"
-    yield from machine_fault_note(trainer, checkpoint)
+    load = run.output.load
+    # of a machine fault that ended an earlier run
+    fault = on_root(trainer.world, lambda: fault_note(load, checkpoint.iteration) if load else None)
+    yield from filter(None, [fault])
     yield from tracker_note(trainer, checkpoint)
     yield from checkpoint.head.get("notes", ())
     for phrase in differences(run, resume.config):
@@ -105,18 +112,16 @@ def _start_from_weights(trainer: Trainer, checkpoint: Checkpoint, resume: Resume
     what = "new adapters of" if checkpoint is resume.base else "starting from the weights of"
     yield f"{what} {source}: iteration 0, a fresh optimizer, data from the start"
     yield from mask_notes(trainer.run, checkpoint)
-    yield from angle_note(trainer.run, checkpoint.config["model"])
+    model = trainer.run.model
+    saved = checkpoint.config["model"]
+    changed = [
+        f"{flag(name)} is {getattr(model, name)}, was {saved[name]}"
+        for name in ANGLES
+        if model.rotary and name in saved and saved[name] != getattr(model, name)
+    ]
+    if changed:
+        yield f"note: positions have other angles than the weights were trained with: {', '.join(changed)}"
     yield from tracker_note(trainer, checkpoint)
-
-
-def copies_note(trainer: Trainer) -> Iterator[str]:
-    """Yield a line on the ranks of a node that share the frozen weights, if weights have copies."""
-    sharers = trainer.optimizer.flat.frozen_memory[0].sharers
-    ranks = trainer.groups.dp.size
-    if ranks > 1 and sharers == 1:
-        yield f"each of the {ranks} ranks with the same weights has its own copy of the frozen ones"
-    elif ranks > 1:
-        yield f"{sharers} of the {ranks} ranks with the same weights, those of a node, share one copy of the frozen ones"
 
 
 def order_note(run: RunConfig, resume: Resume) -> Iterator[str]:
@@ -127,14 +132,6 @@ def order_note(run: RunConfig, resume: Resume) -> Iterator[str]:
             f"note: {', '.join(changed)}, and the checkpoint, which an earlier version saved, does not have the order of samples that "
             "the run began with: data that is read several times has the order of this length from here on"
         )
-
-
-def machine_fault_note(trainer: Trainer, checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield a line if a machine fault ended an earlier run, and its meaning for the checkpoint. Collective."""
-    load = trainer.run.output.load
-    note = on_root(trainer.world, lambda: fault_note(load, checkpoint.iteration) if load else None)
-    if note is not None:
-        yield note
 
 
 def tracker_note(trainer: Trainer, checkpoint: Checkpoint) -> Iterator[str]:
@@ -274,17 +271,6 @@ def mask_notes(run: RunConfig, checkpoint: Checkpoint) -> Iterator[str]:
     )
 
 
-def angle_note(run: RunConfig, saved: JsonObject) -> Iterator[str]:
-    """Yield a line if a run from saved weights rotates queries and keys by other angles."""
-    changed = [
-        f"{flag(name)} is {getattr(run.model, name)}, was {saved[name]}"
-        for name in ANGLES
-        if run.model.rotary and name in saved and saved[name] != getattr(run.model, name)
-    ]
-    if changed:
-        yield f"note: positions have other angles than the weights were trained with: {', '.join(changed)}"
-
-
 def layout_notes(trainer: Trainer, checkpoint: Checkpoint) -> Iterator[str]:
     """Yield notes on changes of parallel sizes, batches and vocabulary padding."""
     saved = checkpoint.head["layout"]
@@ -299,24 +285,20 @@ def layout_notes(trainer: Trainer, checkpoint: Checkpoint) -> Iterator[str]:
     after = _sizes_text(now, names)
     if before != after:
         yield f"note: saved with {before}, continues with {after}"
-    yield from _batch_note(trainer, saved, checkpoint.config)
+    batch = checkpoint.config["batch"]
+    own = trainer.plan.global_batch_size
+    size = batch["micro_batch_size"] * saved.get("data_parallel_size", trainer.layout.dp)
+    given = trainer.run.batch.global_batch_size or batch["global_batch_size"]
+    if size != own and not given:
+        yield (
+            f"note: the global batch size is {own}, was {size}, micro-batch x data-parallel size each time: pass "
+            f"--global-batch-size {size} to continue with the same curve"
+        )
     yield from padding_note(trainer.run, checkpoint)
 
 
 def _sizes_text(sizes: Mapping[str, Any], names: Iterable[str]) -> str:
     return " x ".join(f"{LAYOUT_SIZES[name]} {sizes.get(name, 1)}" for name in names)
-
-
-def _batch_note(trainer: Trainer, saved: JsonObject, config: JsonObject) -> Iterator[str]:
-    batch = config["batch"]
-    own = trainer.plan.global_batch_size
-    size = batch["micro_batch_size"] * saved.get("data_parallel_size", trainer.layout.dp)
-    if size == own or trainer.run.batch.global_batch_size or batch["global_batch_size"]:
-        return
-    yield (
-        f"note: the global batch size is {own}, was {size}, micro-batch x data-parallel size each time: pass "
-        f"--global-batch-size {size} to continue with the same curve"
-    )
 
 
 def padding_note(run: RunConfig, checkpoint: Checkpoint) -> Iterator[str]:

@@ -22,7 +22,6 @@ from ..cli.output_files import check_picture
 from ..config.architecture import ARCHITECTURE, with_block
 from ..config.fields import FieldValues, check
 from ..config.hybrid import with_layers
-from ..config.run_config import RunConfig
 from ..observe.hang.watchdog import HangSettings, Watchdog
 from ..start import environment
 
@@ -158,7 +157,15 @@ def _megatron_model(load: str, step: int | None, values: FieldValues) -> FieldVa
 def _train(arguments: Arguments) -> None:
     environment.check_limits()  # heartbeats are in the memory that MPI needs
     # Before anything that may hang: torch, MPI, files.
-    watchdog = Watchdog.start(hang_settings(arguments.run))
+    run = arguments.run
+    output = run.output
+    settings = HangSettings(
+        run.system.hang_timeout_in_secs,
+        Path(output.log_file).parent if output.log_file else Path(output.save or "."),
+        output.log_file,
+        run.parallel.expert_model_parallel_size,
+    )
+    watchdog = Watchdog.start(settings)
     atexit.register(watchdog.close)
 
     def pretrain(world: Comm) -> None:
@@ -176,18 +183,6 @@ def _check_layout(
     from .check_layout import check_run_layout
 
     check_run_layout(arguments.run, world, Files(record=record, against=against))
-
-
-def hang_settings(run: RunConfig) -> HangSettings:
-    """Return the hang timeout and the report directory: of --log-file, else --save, else the current one."""
-    output = run.output
-    directory = Path(output.log_file).parent if output.log_file else Path(output.save or ".")
-    return HangSettings(
-        run.system.hang_timeout_in_secs,
-        directory,
-        output.log_file,
-        run.parallel.expert_model_parallel_size,
-    )
 
 
 def print_plan(

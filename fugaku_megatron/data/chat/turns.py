@@ -81,7 +81,12 @@ class Turns:
             texts = self._question_and_answer(number) if found else None
             span = turn_texts.find(self.text, place, texts) if turn_texts and texts else None
             if span is None:
-                span = self._derived(number)
+                try:
+                    span = self._begin(number), self._end(number)
+                except NeverSkipped:
+                    raise
+                except ValueError:  # NOT_FOUND, or a part of the chat that is not rendered
+                    span = (0, 0)
                 if texts:
                     turn_texts = TurnTexts.of(self.text, place, span, texts) or turn_texts
             if not place <= span[0] < span[1]:
@@ -109,14 +114,6 @@ class Turns:
         if roles != [ASSISTANT, "user"] or number + 1 == len(self.messages):
             return None
         return texts[0], texts[1]
-
-    def _derived(self, number: int) -> tuple[int, int]:
-        try:
-            return self._begin(number), self._end(number)
-        except NeverSkipped:
-            raise
-        except ValueError:  # NOT_FOUND, or a part of the chat that the template does not render
-            return 0, 0
 
     def _begin(self, number: int) -> int:
         """Return the end of the generation prompt.

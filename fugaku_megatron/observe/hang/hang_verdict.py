@@ -147,14 +147,12 @@ def judge(census: Census, alone: bool = False, late: float = 0.0) -> Verdict | N
     if overdue:
         code = ExitCode.HANG if any(s.how == STOPPED for s in overdue) else ExitCode.LOST_RANK
         return Verdict(_stuck(overdue, census), code, tuple(s.rank for s in overdue))
-    if census.waiting == census.ranks > 0 and _patient(census.waiters[0], alone, late):
-        return Verdict(_deadlock(census, alone), ExitCode.HANG, ())
+    if census.waiting == census.ranks > 0:
+        waiter = census.waiters[0]
+        limit = 2 * waiter.limit if alone else waiter.limit
+        if waiter.seconds >= max(2 * ASLEEP, limit) + late:
+            return Verdict(_deadlock(census, alone), ExitCode.HANG, ())
     return None
-
-
-def _patient(waiter: Standing, alone: bool, late: float) -> bool:
-    limit = 2 * waiter.limit if alone else waiter.limit
-    return waiter.seconds >= max(2 * ASLEEP, limit) + late
 
 
 def _stuck(overdue: Standings, census: Census) -> str:

@@ -299,14 +299,11 @@ def job_of(options: argparse.Namespace) -> Job:
         flags.world_size is None and not flags.dry_run,
         "--world-size and --dry-run have no meaning here: pass --nodes and --ranks-per-node",
     )
-    ranks = None
-    if options.nodes:
-        ranks = options.nodes * options.ranks_per_node
     job = Job(
         values=flags.fields,
         recipe=flags.recipe,
         nodes=options.nodes,
-        ranks=ranks,
+        ranks=options.nodes and options.nodes * options.ranks_per_node,
         other_program=True,
     )
     job.check()  # before any log is read

@@ -134,7 +134,11 @@ class Rerun:
             f"--skip-samples {samples[0]}:{samples[-1] + 1} leaves it out of a run that continues "
             "from an earlier checkpoint"
         )
-        why = self._why_not_elsewhere()
+        why = ""  # no other rank can compute the samples with the same bits
+        if trainer.groups.data_size == 1:
+            why = "data-parallel size 1 has no other rank that could compute it"
+        elif self.distance == 0:
+            why = "all data-parallel ranks have different experts"
         if why:
             return again, (
                 "it has the same bits: the cause is the batch, or a core that repeats its mistake "
@@ -163,14 +167,6 @@ class Rerun:
             f"is a core that repeats its mistake, not the batch. The first difference is in {place}. "
             f"The run uses what the other ranks computed, with loss {elsewhere:.4f}"
         )
-
-    def _why_not_elsewhere(self) -> str:
-        """Return why no other rank can compute a rank's samples with the same bits, else ""."""
-        if self.trainer.groups.data_size == 1:
-            return "data-parallel size 1 has no other rank that could compute it"
-        if self.distance == 0:
-            return "all data-parallel ranks have different experts"
-        return ""
 
     def _repeated_mistake(self, key: Key | None, computed: list[Sums]) -> str:
         """Describe the rank that no other rank confirms. Collective.
