@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..config.fields import check, flag
 from ..config.run_config import all_flags
 from .config import Config
@@ -14,16 +12,11 @@ def check_flags(config: Config) -> None:
     for each in all_flags():
         value = config.given.get(each.name)
         asked = value is not None and (value is not False or each.default is True)
+        words = " ".join(map(str, value)) if isinstance(value, tuple) else value
         check(
             each.library is None or not asked,
-            f"{flag(each.name)} {_words(value)} has no effect on Trainer: {each.library}",
+            f"{flag(each.name)} {words} has no effect on Trainer: {each.library}",
         )
-
-
-def _words(value: Any) -> str:
-    if isinstance(value, tuple):
-        return " ".join(map(str, value))
-    return str(value)
 
 
 def trainer_notes(config: Config, has_data: bool) -> list[str]:

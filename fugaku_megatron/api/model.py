@@ -45,14 +45,6 @@ class TokenizerFiles(TypedDict, total=False):
     tokenizer_model: StrPath | None
 
 
-def _tokenizer_flags(files: Mapping[str, Any]) -> TokenizerFlags:
-    given = {name: os.fspath(value) for name, value in files.items() if value is not None}
-    if "tokenizer_type" not in given and "tokenizer_model" in given:
-        is_folder = Path(given["tokenizer_model"]).is_dir()
-        given["tokenizer_type"] = "HuggingFaceTokenizer" if is_folder else "SentencePieceTokenizer"
-    return TokenizerFlags(**given)
-
-
 def load(
     path: StrPath,
     *,
@@ -79,7 +71,12 @@ def load(
         dtype is None or dtype in WEIGHTS_FORMATS,
         f"dtype is {dtype!r:.40}: pass {' or '.join(WEIGHTS_FORMATS)}",
     )
-    flags = _tokenizer_flags(tokenizer)
+    files: Mapping[str, Any] = tokenizer
+    given = {name: os.fspath(value) for name, value in files.items() if value is not None}
+    if "tokenizer_type" not in given and "tokenizer_model" in given:
+        is_folder = Path(given["tokenizer_model"]).is_dir()
+        given["tokenizer_type"] = "HuggingFaceTokenizer" if is_folder else "SentencePieceTokenizer"
+    flags = TokenizerFlags(**given)
     base = None if pretrained_checkpoint is None else os.fspath(pretrained_checkpoint)
     weights = open_weights(os.fspath(path), ckpt_step, vocab_size, base).without_predictions()
     model = Model(weights, dtype, flags, os.fspath(path))

@@ -66,7 +66,12 @@ def find_in(
             None if begins else on_root(world, lambda: torch_dist_iteration(directory, ckpt_step))
         )
         if iteration is None:
-            return plan, _foreign(run, directory, known, ckpt_step)
+            with everywhere():
+                weights = _open_foreign(run, directory, ckpt_step)
+            if not run.lora.on:
+                return plan, replace(known, weights=weights, carried=weights.carried)
+            resume = Resume(base=_foreign_model(directory, weights))
+            return plan, replace(known, resume=resume, carried=None)
         output = replace(run.output, load=directory, ckpt_step=iteration)
         return _resumed(replace(plan, config=replace(run, output=output)), known, world)
     step = own[1]
@@ -96,15 +101,6 @@ def _resumed(plan: Plan, known: Sources, world: Comm) -> tuple[Plan, Sources]:
     if isinstance(source, Checkpoint):
         carried = source.directory / CARRIED
     return plan, replace(known, resume=resume, carried=carried)
-
-
-def _foreign(run: RunConfig, directory: str, known: Sources, ckpt_step: int | None) -> Sources:
-    with everywhere():
-        weights = _open_foreign(run, directory, ckpt_step)
-    if run.lora.on:
-        resume = Resume(base=_foreign_model(directory, weights))
-        return replace(known, resume=resume, carried=None)
-    return replace(known, weights=weights, carried=weights.carried)
 
 
 def _open_base(

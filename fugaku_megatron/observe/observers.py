@@ -143,16 +143,15 @@ def place(watchdog: Watchdog, world: Comm, nodes: Nodes) -> None:
     if folder is None:
         return
     local = tuple(nodes.ranks.all_gather_object(world.rank))
-    link = _link(world, nodes) if nodes.count > 1 else None
+    link = None
+    if nodes.count > 1:
+        token, towards = world.broadcast_object((secrets.randbits(62), own_address()))
+        opened = open_socket(own_address(towards) if nodes.number else towards)
+        address, port = opened.getsockname()
+        ports = nodes.ranks.all_gather_object(port)[:LISTENERS]
+        parents = _parents(world, nodes, address, ports)
+        link = Link(nodes.number, nodes.count, token, opened, parents)
     watchdog.placed(world.rank, folder, local, link)
-
-
-def _link(world: Comm, nodes: Nodes) -> Link:
-    token, towards = world.broadcast_object((secrets.randbits(62), own_address()))
-    opened = open_socket(own_address(towards) if nodes.number else towards)
-    address, port = opened.getsockname()
-    ports = nodes.ranks.all_gather_object(port)[:LISTENERS]
-    return Link(nodes.number, nodes.count, token, opened, _parents(world, nodes, address, ports))
 
 
 def _parents(world: Comm, nodes: Nodes, address: str, ports: list[int]) -> list[Address]:

@@ -196,15 +196,15 @@ class FaultPlan:
         return self.plan.system.nodes * self.days * 24 * (1 / choice.share - 1)
 
     @cached_property
-    def spares(self) -> list[tuple[int, float]]:
-        """(spare nodes, node hours for each node hour of the whole job without lost nodes) up to two more than the best."""
-        found: list[tuple[int, float]] = []
+    def spares(self) -> dict[int, float]:
+        """Spare nodes, up to two more than the best -> node hours for each node hour of the whole job without lost nodes."""
+        found: dict[int, float] = {}
         best = 0
         speed = cache(self._speed)
         while len(found) < best + 3:
             number = len(found)
-            found.append((number, self._node_hours(number, speed)))
-            best = min(found, key=lambda each: each[1])[0]
+            found[number] = self._node_hours(number, speed)
+            best = min(found, key=found.__getitem__)
         return found
 
     def _node_hours(self, spares: int, speed_without: Callable[[int], float]) -> float:
@@ -243,7 +243,6 @@ class FaultPlan:
 
     def as_json(self) -> JsonObject:
         """Return shares, causes and node hours of every way to copy, spare nodes and costs."""
-        best = min(self.spares, key=lambda each: each[1])[0]
         return {
             "hours_between_faults": 1 / self.faults.rate / HOUR,
             "days": self.days,
@@ -257,7 +256,7 @@ class FaultPlan:
                 }
                 for choice in self.choices
             ],
-            "spare_nodes": best,
+            "spare_nodes": min(self.spares, key=self.spares.__getitem__),
             "costs": {meaning: [value, source] for value, source, meaning in self.costs.rows()},
         }
 
@@ -305,8 +304,8 @@ class FaultPlan:
 
     def _spare_lines(self) -> list[str]:
         rows = [("spare nodes", "node hours for one of the whole job")]
-        best = min(self.spares, key=lambda each: each[1])[0]
-        for number, hours in self.spares:
+        best = min(self.spares, key=self.spares.__getitem__)
+        for number, hours in self.spares.items():
             if number in (0, best - 1, best, best + 1, best + 2):
                 rows.append((str(number), f"{hours:.4f}"))
         heading = f"spare nodes that pay in allocations of {self.allocation:g} h: {best}"

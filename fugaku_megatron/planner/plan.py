@@ -85,19 +85,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     fault_plan.add_arguments(parser)
 
 
-def _with_length(run: RunConfig) -> RunConfig:
-    if run.training.train_tokens is None:
-        return run
-    assert run.batch.global_batch_size is not None
-    iterations, _ = batches.run_length(run, run.batch.global_batch_size)
-    return replace(
-        run,
-        training=replace(
-            run.training, train_iters=iterations, train_samples=None, train_tokens=None
-        ),
-    )
-
-
 def main(args: argparse.Namespace) -> int:
     """Search the fastest layouts, or compare features, and print the result; return the exit code."""
     check(args.against is None or args.explain, "--against goes with --explain: pass both")
@@ -111,12 +98,16 @@ def main(args: argparse.Namespace) -> int:
     system = system_of(args)
     fault_plan.check_arguments(args, system)
     run = run_of(args, system, {"micro_batch_size": 1})
-    check(
-        run.batch.global_batch_size is not None,
-        "--global-batch-size is missing: pass it, because the search compares layouts "
-        "for one batch",
-    )
-    run = _with_length(run)
+    if run.batch.global_batch_size is None:
+        raise ValueError(
+            "--global-batch-size is missing: pass it, because the search compares layouts "
+            "for one batch"
+        )
+    training = run.training
+    if training.train_tokens is not None:
+        iterations, _ = batches.run_length(run, run.batch.global_batch_size)
+        training = replace(training, train_iters=iterations, train_samples=None, train_tokens=None)
+        run = replace(run, training=training)
     if args.features:
         plans = feature_plans(run, system, held_fields(args))
         cells = [_feature_cells(name, plan, plans["all"]) for name, plan in plans.items()]

@@ -128,14 +128,7 @@ def resolve(
         if not recompute_auto:
             return run, []
         return run_schedule.resolve_recompute(run, layout, space)
-    run, line = _fastest(scheduled(run, layout, system, space), system)
-    lines = [line]
-    if recompute_auto:
-        lines.append(run_schedule.choice_line(run, space))
-    return run, lines
-
-
-def _fastest(found: list[Candidate], system: System) -> tuple[RunConfig, str]:
+    found = scheduled(run, layout, system, space)
     fitting = [candidate for candidate in found if candidate.fits]
     tight = [candidate for candidate in found if not candidate.fits]
     if fitting:
@@ -146,7 +139,10 @@ def _fastest(found: list[Candidate], system: System) -> tuple[RunConfig, str]:
     line += "".join(f"; {c.name} {c.seconds:.3g} s" for c in fitting[1:])
     if tight:
         line += f"; no memory for {', '.join(c.name for c in tight)}"
-    return best.run, f"{line} (model, {system.machine.name})"
+    lines = [f"{line} (model, {system.machine.name})"]
+    if recompute_auto:
+        lines.append(run_schedule.choice_line(best.run, space))
+    return best.run, lines
 
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)

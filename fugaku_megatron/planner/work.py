@@ -281,30 +281,26 @@ def _backward(record: Record, options: _MatmulOptions) -> Work:
 def _in_layer(run: RunConfig, software: Software, work: Work) -> Work:
     """Return a layer record's work, with --tp-comm-overlap as an exchange.
 
-    A weight gradient needs all gathered rows; it hides a reduction, unless deferred.
+    A weight gradient needs all gathered rows; it hides a reduction, unless deferred. Messages of context-parallel attention
+    are overlapped, except in the last step.
     """
     collectives = tuple(c for c, _ in work.collectives)
+    first = None
+    overlapped = work.matmuls
     if any(c.group == "cp" for c in collectives):
-        return _passed(run, work, collectives)
-    if not collectives or not work.matmuls or features.TP_COMM_OVERLAP not in software.active(run):
+        if any(c.verb != "send" for c in collectives):
+            return work
+        cp = run.parallel.context_parallel_size
+        overlapped = tuple(replace(p, count=p.count * (cp - 1) // cp) for p in overlapped)
+    elif collectives and overlapped and features.TP_COMM_OVERLAP in software.active(run):
+        data = overlapped[0]
+        reduced = any(c.verb == "reduce_scatter" for c in collectives)
+        if not reduced or row(run.parallel.schedule).splits_backward:
+            overlapped = (data,)
+        first = replace(data, m=-(-data.m // (run.tp * overlap_blocks(run.tp))))
+    else:
         return work
-    data, *weight = work.matmuls
-    reduced = any(c.verb == "reduce_scatter" for c in collectives)
-    overlapped = (
-        (data, *weight) if reduced and not row(run.parallel.schedule).splits_backward else (data,)
-    )
-    first = replace(data, m=-(-data.m // (run.tp * overlap_blocks(run.tp))))
     exchange = OverlappedCollectives(collectives=collectives, first=first, overlapped=overlapped)
-    return replace(work, collectives=(), exchanges=((exchange, 1),))
-
-
-def _passed(run: RunConfig, work: Work, collectives: Collectives) -> Work:
-    """Return context-parallel attention with messages overlapped, except in the last step."""
-    if any(c.verb != "send" for c in collectives):
-        return work
-    cp = run.parallel.context_parallel_size
-    hiding = tuple(replace(p, count=p.count * (cp - 1) // cp) for p in work.matmuls)
-    exchange = OverlappedCollectives(collectives=collectives, first=None, overlapped=hiding)
     return replace(work, collectives=(), exchanges=((exchange, 1),))
 
 

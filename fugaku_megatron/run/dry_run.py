@@ -155,19 +155,6 @@ def _bubble(schedule: Schedule) -> float:
     return idle / (busy + idle)
 
 
-def _time(plan: Plan, bubble: float) -> list[str]:
-    system = modelled_system(plan.layout)
-    seconds = step(plan.config, plan.layout, system).seconds
-    lines = [
-        f"an iteration takes {seconds:.4g} s on {system.nodes} nodes of {system.machine.name}, 1 rank a node (model)"
-    ]
-    if bubble >= LARGE_BUBBLE:
-        lines.append(
-            f"a bubble of {bubble:.1%} is large: fugaku-megatron plan --nodes N searches layouts for one that is faster"
-        )
-    return lines
-
-
 def packing(run: RunConfig) -> list[str]:
     """Return how full --sft samples are."""
     if not run.data.sft:
@@ -280,7 +267,18 @@ def _schedule_lines(plan: Plan) -> list[str]:
     if schedule.splits_backward:
         line += f", {schedule.pending or plan.layout.pp} micro-batches held between F and W"
     line += f", bubble {bubble:.1%} of the step's slots (model)"
-    return [line, *_picture(schedule), *_time(plan, bubble)]
+    system = modelled_system(plan.layout)
+    seconds = step(plan.config, plan.layout, system).seconds
+    lines = [
+        line,
+        *_picture(schedule),
+        f"an iteration takes {seconds:.4g} s on {system.nodes} nodes of {system.machine.name}, 1 rank a node (model)",
+    ]
+    if bubble >= LARGE_BUBBLE:
+        lines.append(
+            f"a bubble of {bubble:.1%} is large: fugaku-megatron plan --nodes N searches layouts for one that is faster"
+        )
+    return lines
 
 
 def _traffic_line(plan: Plan) -> str:

@@ -45,8 +45,12 @@ class MachineLimits:
         """
         config = plan.config
         layout = plan.layout
+        # Keys and values pass between nodes, behind attention, in layers without --cp-comm-type; not if sequences are cut into
+        # documents, with which ranks have unequal work.
         if layout.cp > 1 and not config.data.masks_attention and self.sequence_spans_nodes(layout):
-            config = _between_nodes(config)
+            given = config.parallel.cp_comm_type or (EITHER,)
+            resolved = tuple(P2P if comm_type == EITHER else comm_type for comm_type in given)
+            config = replace(config, parallel=replace(config.parallel, cp_comm_type=resolved))
         choices: list[str] = []
         ranks_schedules = config.parallel.pipeline_schedule == AUTO and layout.pp > 1
         if ranks_schedules or config.training.recompute_auto:
@@ -95,13 +99,3 @@ def _resolve_schedule(
     from ..planner import search
 
     return search.resolve(config, layout, modelled_system(layout), space)
-
-
-def _between_nodes(config: RunConfig) -> RunConfig:
-    """Pass keys and values between nodes, behind attention, in layers without --cp-comm-type.
-
-    Only if sequences are not cut into documents: all ranks have the same work.
-    """
-    given = config.parallel.cp_comm_type or (EITHER,)
-    resolved = tuple(P2P if comm_type == EITHER else comm_type for comm_type in given)
-    return replace(config, parallel=replace(config.parallel, cp_comm_type=resolved))

@@ -67,7 +67,7 @@ def test_spare_nodes_pay_if_nodes_are_lost_in_an_allocation():
     def spares(mtbf, shares=(0, 1, 0)):
         faults = Faults(384, mtbf * HOUR, dict(zip(KINDS, shares, strict=True)))
         found = FaultPlan(plan, faults, costs, 24.0, 30.0, None).spares
-        return min(found, key=lambda each: each[1])[0]
+        return min(found, key=found.__getitem__)
 
     assert spares(1e6) == 0
     assert spares(1e3, (1, 0, 0)) == 0  # no node is lost

@@ -6,7 +6,7 @@ Source: LLaMA-Factory, src/llamafactory/data/converter.py and data/README.md.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ...text.named_files import JsonObject
@@ -137,23 +137,19 @@ def _arguments(call: JsonObject) -> Any:
 
 def _instruction(record: JsonObject) -> list[JsonObject]:
     messages = []
-    for question, answer in _history(record.get("history") or []):
-        messages.append({"role": "user", "content": question})
-        messages.append({"role": "assistant", "content": answer})
-    words = [_text(record, "instruction", None), _text(record, "input", "")]
-    messages.append({"role": "user", "content": "\n".join(filter(None, words))})
-    messages.append({"role": "assistant", "content": _text(record, "output", None)})
-    return messages
-
-
-def _history(pairs: Any) -> Iterator[tuple[str, str]]:
+    pairs = record.get("history") or []
     if not isinstance(pairs, list):
         raise ValueError(f"history is a {type(pairs).__name__}, not a list of pairs")
     for number, pair in enumerate(pairs, start=1):
         is_pair = isinstance(pair, list) and len(pair) == 2
         if not is_pair or not all(isinstance(text, str) for text in pair):
             raise ValueError(f"entry {number} of history is not a pair of texts")
-        yield pair[0], pair[1]
+        messages.append({"role": "user", "content": pair[0]})
+        messages.append({"role": "assistant", "content": pair[1]})
+    words = [_text(record, "instruction", None), _text(record, "input", "")]
+    messages.append({"role": "user", "content": "\n".join(filter(None, words))})
+    messages.append({"role": "assistant", "content": _text(record, "output", None)})
+    return messages
 
 
 def _text(record: JsonObject, name: str, default: str | None) -> str:

@@ -171,17 +171,14 @@ class Turns:
 
     def _header(self, before: Messages, prompt: str) -> str:
         """Return what the generation prompt adds; if nothing, its last added token."""
-        length = self._common(self.render(before, False), prompt)
-        tokens = [token.start() for token in self.added.finditer(prompt)]
-        return prompt[length:] or prompt[tokens[-1] if tokens else length :]
-
-    def _common(self, one: str, other: str) -> int:
-        length = len(os.path.commonprefix([one, other]))
-        for text in (one, other):
+        texts = [self.render(before, False), prompt]
+        length = len(os.path.commonprefix(texts))
+        for text in texts:
             for token in self.added.finditer(text):
                 if token.start() < length < token.end():
                     length = token.start()
-        return length
+        tokens = [token.start() for token in self.added.finditer(prompt)]
+        return prompt[length:] or prompt[tokens[-1] if tokens else length :]
 
     def _end(self, number: int) -> int:
         """Return the place where the next message begins."""

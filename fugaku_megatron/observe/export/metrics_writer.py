@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from ...text.named_files import StrPath
 from ..log.iteration_metrics import METRICS, IterationMetrics
-from ..log.screen import Screen, open_screen
+from ..log.screen import LiveLine, Screen, on_terminal
 from .writer import Writer
 
 _PEAK_MEMORY = re.compile(r"peak memory per rank: max (\d+) MiB")
@@ -67,13 +67,15 @@ class MetricsWriter:
         self._interval: list[IterationMetrics] = []
         self._screen: Screen | None = None
         if printing:
-            self._screen = open_screen(
-                outputs.stream or sys.stdout,
-                outputs.live,
-                train_iters,
-                start_iteration=start_iteration,
-                log_file=outputs.log_file,
-            )
+            stream = outputs.stream or sys.stdout
+            live = None
+            if outputs.live == "on" or outputs.live == "auto" and on_terminal(stream):
+                live = LiveLine(train_iters, start_iteration)
+            self._screen = Screen(stream, live, outputs.log_file)
+            if live and outputs.log_file is None:
+                self._screen.line(
+                    "note: log lines are not printed on a terminal: --log-file FILE keeps them, --log-live off prints them"
+                )
 
     def add(self, metrics: IterationMetrics) -> IterationMetrics | None:
         self._interval.append(metrics)

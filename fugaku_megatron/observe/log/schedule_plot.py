@@ -89,6 +89,7 @@ def _legend(figure: Any, kinds: Kinds, columns: int) -> None:
 
 
 def _bars(axes: Any, spans: Sequence[Span], stages: int) -> Kinds:
+    from matplotlib.colors import to_rgb
     from matplotlib.ticker import MaxNLocator
 
     begin = min(s.start for s in spans)
@@ -102,24 +103,19 @@ def _bars(axes: Any, spans: Sequence[Span], stages: int) -> Kinds:
             drawn[label] = colour
         for chunk in range(chunks):
             white = (1 - LIGHTEST) * chunk / max(1, chunks - 1)
-            _draw_spans(axes, [s for s in of_kind if s.model_chunk == chunk], colour, white)
+            shown = [s for s in of_kind if s.model_chunk == chunk]
+            axes.barh(
+                [s.stage for s in shown],
+                [s.end - s.start for s in shown],
+                left=[s.start for s in shown],
+                height=0.9,
+                color=[white + (1 - white) * primary for primary in to_rgb(colour)],
+                edgecolor="white",
+                linewidth=0.2,
+            )
     axes.set_xlim(begin, end)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return drawn
-
-
-def _draw_spans(axes: Any, spans: Sequence[Span], colour: str, white: float) -> None:
-    from matplotlib.colors import to_rgb
-
-    axes.barh(
-        [s.stage for s in spans],
-        [s.end - s.start for s in spans],
-        left=[s.start for s in spans],
-        height=0.9,
-        color=[white + (1 - white) * primary for primary in to_rgb(colour)],
-        edgecolor="white",
-        linewidth=0.2,
-    )
 
 
 def draw_trace(source: str, png: str) -> None:

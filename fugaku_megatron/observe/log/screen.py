@@ -151,21 +151,3 @@ class Screen:
     def _write(self, text: str) -> None:
         self._stream.write(text)
         self._stream.flush()
-
-
-def open_screen(
-    stream: TextIO,
-    live: str,
-    train_iters: int,
-    start_iteration: int,
-    log_file: StrPath | None,
-) -> Screen:
-    """Return the screen for --log-live `live`; print a hint if nothing gets the log lines."""
-    if live != "on" and not (live == "auto" and on_terminal(stream)):
-        return Screen(stream, None, log_file)
-    screen = Screen(stream, LiveLine(train_iters, start_iteration), log_file)
-    if log_file is None:
-        screen.line(
-            "note: log lines are not printed on a terminal: --log-file FILE keeps them, --log-live off prints them"
-        )
-    return screen

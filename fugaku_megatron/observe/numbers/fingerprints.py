@@ -62,7 +62,10 @@ class Fingerprints:
     def describe(self, key: Key) -> str:
         sample, kind, stage, number = key
         if kind == WEIGHT_GRADIENT:
-            return f"the gradient of {self._parameter(stage, number)}"
+            name = "the tied embedding"
+            if stage < len(self._flat.buckets):  # the bucket's number
+                name = next(self._flat.overlaps(number, number + 1))[0].spec.name
+            return f"the gradient of {name}"
         if kind == TOKENS:
             return f"the tokens, micro-batch from sample {sample}"
         name = self._names[key[1:]]
@@ -74,11 +77,6 @@ class Fingerprints:
         if self._groups.ep.size == 1 or key[1] == WEIGHT_GRADIENT:
             return False
         return self._names[key[1:]].endswith(".mlp")
-
-    def _parameter(self, bucket: int, start: int) -> str:
-        if bucket == len(self._flat.buckets):
-            return "the tied embedding"
-        return next(self._flat.overlaps(start, start + 1))[0].spec.name
 
     def _forward(
         self,

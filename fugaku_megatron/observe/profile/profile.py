@@ -99,22 +99,20 @@ class Profile:
         return self.folder / f"trace_rank{rank}.json"
 
     def _write(self, say: Say) -> None:
-        if self.profiler:
-            self._write_own(self.profiler, say)
-        self.world.barrier()
-        if self.world.rank == 0:
-            self._merge(say)
-
-    def _write_own(self, profiler: Profiler, say: Say) -> None:
         rank = self.world.rank
-        _, stage, _ = Grid(*self.layout.sizes).coords(rank)
-        make_folder(self.folder)
-        profiler.write_trace(self._trace(rank), rank, stage=stage, peak_mib=peak_memory_mib())
+        if self.profiler:
+            stage = Grid(*self.layout.sizes).coords(rank)[1]
+            make_folder(self.folder)
+            trace = self._trace(rank)
+            self.profiler.write_trace(trace, rank, stage=stage, peak_mib=peak_memory_mib())
         if self.detailed:
             lines = self.detailed.table()
             write_text(self.folder / f"table_rank{rank}.txt", "\n".join(lines) + "\n")
             for line in lines:
                 say(line)
+        self.world.barrier()
+        if rank == 0:
+            self._merge(say)
 
     def _merge(self, say: Say) -> None:
         merged = self.folder / "trace.json"
