@@ -21,36 +21,9 @@ from . import limits, torus
 
 COMMON = Path(__file__).with_name("pjsub.sh")
 READS_COMMON = '. "${COMMON'  # how the line that reads the common part begins
-SWITCHES = {
-    "-S",
-    "-s",
-    "-j",
-    "-X",
-    "--step",
-    "--bulk",
-    "--interact",
-    "--restart",
-    "--norestart",
-    "--no-check-directory",
-    "--no-check-gfscache",
-}
+SWITCHES = "-S -s -j -X --step --bulk --interact --restart --norestart --no-check-directory --no-check-gfscache".split()
 LONG = {"--rsc-list": "-L", "--name": "-N"}  # long name of an option -> short name
-VALUED = {
-    "-L",
-    "--mpi",
-    "-g",
-    "-x",
-    "--llio",
-    "-N",
-    "-o",
-    "-e",
-    "--sparam",
-    "--omp",
-    "--spath",
-    "--at",
-    "-m",
-    "--mail-list",
-}
+VALUED = "-L --mpi -g -x --llio -N -o -e --sparam --omp --spath --at -m --mail-list".split()
 NODES = re.compile(
     r"[1-9]\d{0,8}(x[1-9]\d{0,8}){0,2}(:(torus|mesh|noncont))?(:strict(-io)?)?", re.ASCII
 )

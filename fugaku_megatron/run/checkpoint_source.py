@@ -347,7 +347,9 @@ def _resumed(plan: Plan, directory: str, world: Comm, memory: InMemory | None) -
         return _megatron_run(plan.config, directory, world, None)
     iteration = on_root(world, lambda: _latest(directory, output.save))
     local = output.save_local
-    copied = _newest_copy(plan, directory, local, world) if local else 0
+    copied = 0  # the newest iteration with this run and layout in --save-local
+    if local and (name := run_name(directory, world)) is not None:
+        copied = newest_everywhere(local, world, fits_layout(plan, name))
     if memory is not None and memory.found.iteration > max(copied, iteration or 0):
         number = memory.found.iteration
         on_root(world, lambda: refuse_suspect(directory, number), f"--load {directory}: ")
@@ -391,14 +393,6 @@ def _megatron_run(
         )
 
     return on_root(world, read, f"--load {directory}: ")
-
-
-def _newest_copy(plan: Plan, load: str, local: str, world: Comm) -> int:
-    """Return the newest iteration with this run and layout in --save-local, 0 for none. Collective."""
-    name = run_name(load, world)
-    if name is None:
-        return 0
-    return newest_everywhere(local, world, fits_layout(plan, name))
 
 
 def _latest(directory: str, save: str | None) -> int | None:

@@ -105,17 +105,23 @@ def open_session(
 
     log.heart.enter("the start")
     printing = world.rank == 0
+    output = run.output
+    writers = open_writers(run, plan.iteration, printing, log.say)
+    if printing and output.save:
+        saving = "save"
+        if output.save_local:
+            saving = "save_local"
+        elif output.async_save:
+            saving = "async_save"
+        path = Path(output.save) / HOURS
+        writers.append(Hours(path, plan.iteration, log.telemetry.times, saving, source))
     writer = MetricsWriter(
         plan.length.iterations,
         plan.log_interval,
         LogOutputs(
-            live=run.output.log_live,
-            log_file=run.output.log_file,
-            writers=(
-                *open_writers(run, plan.iteration, printing, log.say),
-                *(open_hours(plan, log.telemetry, source) if printing else ()),
-                log.telemetry,
-            ),
+            live=output.log_live,
+            log_file=output.log_file,
+            writers=(*writers, log.telemetry),
         ),
         printing=printing,
         start_iteration=plan.iteration,
@@ -137,20 +143,6 @@ def open_session(
         watchdog=watchdog,
         telemetry=log.telemetry,
     )
-
-
-def open_hours(plan: Plan, telemetry: Telemetry, source: str) -> list[Hours]:
-    """Return the writer of hours.jsonl in --save, for the printing rank."""
-    output = plan.config.output
-    if not output.save:
-        return []
-    saving = "save"
-    if output.save_local:
-        saving = "save_local"
-    elif output.async_save:
-        saving = "async_save"
-    path = Path(output.save) / HOURS
-    return [Hours(path, plan.iteration, telemetry.times, saving, source)]
 
 
 def open_telemetry(plan: Plan, world: Comm) -> Telemetry:

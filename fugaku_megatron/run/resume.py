@@ -74,7 +74,12 @@ def _resume(trainer: Trainer, checkpoint: Checkpoint, resume: Resume) -> Iterato
         yield f"note: {phrase}: the loss curve changes from here on"
     yield from layout_notes(trainer, checkpoint)
     yield from moment_notes(run, resume)
-    yield from order_note(run, resume)
+    if not (resume.order.train or run.data.mock_data or run.data.sft):
+        if changed := differences(run, resume.config, lambda meaning: meaning.length):
+            yield (
+                f"note: {', '.join(changed)}, and the checkpoint, which an earlier version saved, does not have the order of samples "
+                "that the run began with: data that is read several times has the order of this length from here on"
+            )
     yield from other_files(resume.state.get("data_files") or (), trainer.data_files)
     yield from skip_notes(trainer, resume)
     yield from schedule_note(requested, trainer, resume)
@@ -122,16 +127,6 @@ def _start_from_weights(trainer: Trainer, checkpoint: Checkpoint, resume: Resume
     if changed:
         yield f"note: positions have other angles than the weights were trained with: {', '.join(changed)}"
     yield from tracker_note(trainer, checkpoint)
-
-
-def order_note(run: RunConfig, resume: Resume) -> Iterator[str]:
-    if resume.order.train or run.data.mock_data or run.data.sft:
-        return
-    if changed := differences(run, resume.config, lambda meaning: meaning.length):
-        yield (
-            f"note: {', '.join(changed)}, and the checkpoint, which an earlier version saved, does not have the order of samples that "
-            "the run began with: data that is read several times has the order of this length from here on"
-        )
 
 
 def tracker_note(trainer: Trainer, checkpoint: Checkpoint) -> Iterator[str]:

@@ -71,11 +71,17 @@ def input_files(
     files = []
     for name in inputs:
         folder = os.path.isdir(name)
-        found = [
-            path
-            for path in map(_readable, _folder_files(name) if folder else [name])
-            if _is_text(path, name, wanted, skipped, forms)
-        ]
+        found = []
+        for path in map(_readable, _folder_files(name) if folder else [name]):
+            try:
+                forms[path] = _checked_form(path, name, wanted)
+                found.append(path)
+            except NeverSkipped:
+                raise
+            except ValueError as error:
+                if skipped is None:
+                    raise
+                skipped.add_file(error)
         if folder and not wanted.needed:  # chats, and perhaps a README.md
             found = _preferred(
                 name,
@@ -90,22 +96,6 @@ def input_files(
             f"--input {plain[0]} is plain text, but --json-keys asks for {', '.join(json_keys)}; leave it out"
         )
     return files
-
-
-def _is_text(
-    path: str, name: str, columns: Columns, skipped: Skipped | None, forms: dict[str, Form]
-) -> bool:
-    """Record a file's form; return False if it is skipped."""
-    try:
-        forms[path] = _checked_form(path, name, columns)
-        return True
-    except NeverSkipped:
-        raise
-    except ValueError as error:
-        if skipped is None:
-            raise
-        skipped.add_file(error)
-        return False
 
 
 def _checked_form(path: str, name: str, columns: Columns) -> Form:

@@ -40,10 +40,10 @@ class Figure(NamedTuple):
 
     name: str
     kind: str
-    unit: str
     description: str
     field: str
     factor: float = 1
+    unit: str = ""
 
     def value(self, metrics: IterationMetrics) -> float | None:
         value: float | None = getattr(metrics, self.field)
@@ -54,21 +54,20 @@ FIGURES = (
     Figure(
         "step_duration_ms",
         HISTOGRAM,
-        "ms",
         "Mean seconds of an iteration x 1000",
         "elapsed_seconds",
         1e3,
+        unit="ms",
     ),
-    Figure("loss", GAUGE, "", "Mean training loss of the log interval", "lm_loss"),
-    Figure("throughput_tflops", GAUGE, "", "TFLOP/s of a rank", "tflops"),
-    Figure("grad_norm", GAUGE, "", "Norm of the gradients", "grad_norm"),
-    Figure("skipped_iters", COUNTER, "", "Iterations without an update", "skipped"),
-    Figure("learning_rate", GAUGE, "", "Learning rate", "learning_rate"),
-    Figure("tokens_per_sec", GAUGE, "", "Tokens per second of all ranks", "tokens_per_second"),
+    Figure("loss", GAUGE, "Mean training loss of the log interval", "lm_loss"),
+    Figure("throughput_tflops", GAUGE, "TFLOP/s of a rank", "tflops"),
+    Figure("grad_norm", GAUGE, "Norm of the gradients", "grad_norm"),
+    Figure("skipped_iters", COUNTER, "Iterations without an update", "skipped"),
+    Figure("learning_rate", GAUGE, "Learning rate", "learning_rate"),
+    Figure("tokens_per_sec", GAUGE, "Tokens per second of all ranks", "tokens_per_second"),
     Figure(
         "memory_allocated_gb",
         GAUGE,
-        "",
         "Memory of the largest rank in GiB",
         "resident_mib",
         1 / 1024,
