@@ -8,8 +8,8 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from dataclasses import MISSING, fields
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from ..config.fields import Declaration, Refused, as_tuples, declarations
 from .names_elsewhere import equivalent
@@ -22,8 +22,7 @@ MAX_MESSAGE = 400  # characters of a message that repeats a value
 _FLAG = re.compile("--?[A-Za-z]")  # beginning of a flag
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     """A command. when: one line of help; main: parsed flags -> exit code."""
 
     when: str

@@ -15,8 +15,7 @@ import importlib
 import io
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import __version__
 from ..config.fields import Refused
@@ -29,8 +28,7 @@ PROGRAM = "fugaku-megatron"
 HELP = ("-h", "--help")
 
 
-@dataclass(frozen=True)
-class ModuleCommand:
+class ModuleCommand(NamedTuple):
     """A command in a module. when: one line of help. prints_text: standard output is a model's text."""
 
     module: str

@@ -16,7 +16,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,8 +59,7 @@ class IndexRequest(NamedTuple):
     size: int
 
 
-@dataclass(frozen=True)
-class IndexCache:
+class IndexCache(NamedTuple):
     """Index location. path: --data-cache-path; None: next to the data. in_memory: bytes kept
     without a file.
     """
@@ -75,8 +73,7 @@ class IndexCache:
         return Path(request.prefix) / "cache" / f"{request.kind}_indices"
 
 
-@dataclass(frozen=True)
-class Index:
+class Index(NamedTuple):
     """Index arrays by name, and the mapped files behind them."""
 
     arrays: dict[str, np.ndarray]

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -78,8 +78,7 @@ def check_files(prefix: str) -> None:
         _file_size(prefix + suffix)
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """Checked .idx contents; numbers: sequences, tokens; size in bytes.
 
     The sequence lengths' CRC-32 identifies the sample order.

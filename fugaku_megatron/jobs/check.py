@@ -6,8 +6,8 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ..config.layout import Layout
 from ..config.run_config import RunConfig
@@ -25,8 +25,7 @@ MAP = re.compile(r"(?:RANK_MAP=\(|fugaku_megatron\.jobs\.torus )(\S+ \S+ \d+ \d+
 PRELOADED = ("TCMALLOC", "LD_PRELOAD")  # variables with libraries to preload
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """A mistake. line: 0 for an option on pjsub's command line"""
 
     line: int

@@ -14,6 +14,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from ..config.fields import check
 from ..text.named_files import about, unreadable
@@ -33,8 +34,7 @@ _COMMA_X = re.compile(
 )  # the same between variables, whose values may hold commas
 
 
-@dataclass(frozen=True)
-class Value:
+class Value(NamedTuple):
     """A setting's text and line; line 0 is pjsub's command line."""
 
     text: str
@@ -188,8 +188,7 @@ def default(value: str, environ: Mapping[str, str]) -> str:
     return re.sub(r"\$\{?(\w+)\}?", lambda m: known.get(m[1], m[0]), text)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
+class Request(NamedTuple):
     """A script's resources.
 
     elapse: seconds

@@ -13,7 +13,7 @@ import itertools
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..comm.rank_grid import RankGrid
 from ..config.fields import check
@@ -109,8 +109,7 @@ def cut(cells: Shape, replicas: int) -> Shape:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankMap:
+class RankMap(NamedTuple):
     """Rank placement.
 
     nodes: coordinates (x, y, z) of each rank's node

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 PROCESS = "process"
@@ -30,8 +29,7 @@ RESTART = "restart"
 LONGEST = 86400.0  # seconds between two copies at most, also if no fault needs them
 
 
-@dataclass(frozen=True)
-class Faults:
+class Faults(NamedTuple):
     """Faults of a job's nodes.
 
     mtbf: mean seconds between two faults of one node

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from ..config.fields import check
 from ..config.layer_kinds import GATED_DELTA_NET, MIXERS, LayerKind
@@ -35,8 +36,7 @@ ELEMENTWISE = "elementwise"
 PARTS = (PROJECTIONS, SCAN, ATTENTION, ROUTED, DENSE, EXCHANGE, ELEMENTWISE)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Forward:
+class Forward(NamedTuple):
     """Seconds by part, and each part's share of their sum with bounds that hold nine of ten runs."""
 
     seconds: dict[str, float]

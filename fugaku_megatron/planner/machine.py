@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..config.fields import check
 from ..text.named_files import JsonObject, read_text, unique_keys
@@ -73,8 +73,7 @@ OPTIONAL = (
 )  # not every machine has them
 
 
-@dataclass(frozen=True, kw_only=True)
-class GemmCurve:
+class GemmCurve(NamedTuple):
     """Share of peak for an n x n x n matmul: maximum / (1 + (half / n) ^ exponent)."""
 
     threads: int

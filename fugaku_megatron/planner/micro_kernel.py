@@ -7,7 +7,7 @@ Both operands are packed and in L2. Left out: quantization and packing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..config.fields import check
 from .machine import Machine
@@ -26,8 +26,7 @@ SCALING_STORES = 3
 SCALING_CHAIN = 3  # dependent operations of a sum, each with the dot product's latency
 
 
-@dataclass(frozen=True, kw_only=True)
-class Core:
+class Core(NamedTuple):
     """Rates of a core with fixed-length vectors, from a machine's `core`.
 
     pipes: multiply-add instructions a cycle; loads, decoded: instructions a cycle
@@ -49,8 +48,7 @@ class Core:
     most_barrier_us: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class MatmulShare:
+class MatmulShare(NamedTuple):
     """Share of the peak of INT8 dot products. low, high: by what may overlap with the k-loop."""
 
     seconds: float

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from ..config.fields import flag
 from ..config.layout import Layout
@@ -56,8 +57,7 @@ UNSEEN = 0.72
 FAR = 2.0  # doublings of group size and bytes from which a fitted row gives no information
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
+class Prediction(NamedTuple):
     """lower, upper: bounds for nine in ten runs
     slow_network: seconds with large all-reduces at the pessimistic rate, if there is one
     """
@@ -74,8 +74,7 @@ class Prediction:
     warnings: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
+class Step(NamedTuple):
     """Modelled seconds of an iteration, by cause."""
 
     slowest: Seconds  # one micro-batch, forward and backward, of the stage that takes longest

@@ -115,7 +115,7 @@ def as_json(prediction: Prediction) -> JsonObject:
     """Return rounded figures: seconds, TFLOPs per node, MiB of the fullest rank, shares from 0 to 1."""
     found = {
         name: round(value, 6) if isinstance(value, float) else value
-        for name, value in vars(prediction).items()
+        for name, value in prediction._asdict().items()
     }
     return {
         "seconds_per_iteration": found.pop("seconds"),

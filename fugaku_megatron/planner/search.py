@@ -11,7 +11,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..config import features
@@ -46,8 +46,7 @@ class Order(NamedTuple):
     pending: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
+class Candidate(NamedTuple):
     """seconds: per iteration."""
 
     run: RunConfig
@@ -153,8 +152,7 @@ RAMP_DP = 4
 RAMP_BATCH = 32
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayoutCandidate:
+class LayoutCandidate(NamedTuple):
     """seconds: per iteration; least_seconds: without a bubble
     memory_mib: on the fullest rank
     breakdown: seconds by cause (`Step.breakdown`)
@@ -182,8 +180,7 @@ def _show(progress: ProgressLine, done: int, total: int, what: str, best: float)
     progress(f"search: {done} of {total} {what} after {progress.seconds:.0f} s{fastest} (model)")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Search:
+class Search(NamedTuple):
     """Plans, fastest first. dropped: reason -> number of impossible layouts."""
 
     plans: tuple[LayoutCandidate, ...]

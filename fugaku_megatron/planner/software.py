@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..config import features
 from ..config.fields import check
@@ -93,8 +93,7 @@ MODELLED: dict[str, Parameters] = {
 MODEL_ERROR = 0.2  # standard deviation of the logarithm of a time that no measurement has confirmed
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fitted:
+class Fitted(NamedTuple):
     """One group's values. covariance: between the values' logarithms, ordered as `names`."""
 
     values: Parameters
@@ -146,8 +145,7 @@ THIS_PROJECT = "fugaku_megatron"  # the name of this project's own trainer
 ALIASES = {"this": THIS_PROJECT}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choices:
+class Choices(NamedTuple):
     """Software choices.
 
     recompute: none, selective, full, block (some layers per stage) or auto (as few as memory

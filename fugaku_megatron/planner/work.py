@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from pkgutil import resolve_name
 from types import MappingProxyType
+from typing import NamedTuple
 
 from ..config import features
 from ..config.layer_kinds import UP_PROJECTIONS, LayerKind
@@ -72,8 +73,7 @@ class Matmul:
 Matmuls = tuple[Matmul, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class OverlappedCollectives:
+class OverlappedCollectives(NamedTuple):
     """Collectives for --tp-comm-overlap, block by block, while matmuls read or produce the blocks.
 
     first: one block's matmuls, before or after the exchange; None if all are `overlapped`
@@ -88,8 +88,7 @@ class OverlappedCollectives:
         return self.collectives[0].group
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertExchange:
+class ExpertExchange(NamedTuple):
     """Expert rows dispatched and combined between nodes, one expert group while others are
     computed.
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import string
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
+from typing import NamedTuple
 
 from ..comm.base import SoloComm
 from ..comm.grid import Grid
@@ -43,8 +44,7 @@ LARGE_BUBBLE = 0.2  # from which on other layouts are worth a search
 SLOTS = 3  # of a micro-batch on a stage: forward, gradient of the input, gradient of the weights
 
 
-@dataclass(frozen=True)
-class StagePlan:
+class StagePlan(NamedTuple):
     """One rank's pipeline stage, by model chunk.
 
     in_flight: most micro-batches between forward and backward

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..comm.base import Comm
 from ..config.run_config import RunConfig
@@ -14,8 +13,7 @@ from ..nn.ops import FAMILIES, Int8, Ops
 from .kernel_timing import kernel_table, measure_kernels
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """Backend of each operation family, and the log's lines about the choice."""
 
     backends: dict[str, str]

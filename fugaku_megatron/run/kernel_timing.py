@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +31,7 @@ MARGIN = 1.1  # by which torch must be faster, so that noise does not change a r
 LAYER_TOKENS = 4096
 
 
-@dataclass(frozen=True)
-class Timing:
+class Timing(NamedTuple):
     """Forward and backward seconds."""
 
     family: str

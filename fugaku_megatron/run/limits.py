@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -31,8 +31,7 @@ FIT = 0.9
 MACHINE = "a64fx"
 
 
-@dataclass(frozen=True)
-class MachineLimits:
+class MachineLimits(NamedTuple):
     """Limits of `world`'s nodes; without a world, of this node for one rank."""
 
     world: Comm | None = None

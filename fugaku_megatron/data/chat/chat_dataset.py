@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -86,8 +87,7 @@ class Packing:
         return self.places[self.ends[sample - 1] if sample else 0 : self.ends[sample]]
 
 
-@dataclass(frozen=True)
-class _Epoch:
+class _Epoch(NamedTuple):
     number: int
     chats: np.ndarray
     samples: np.ndarray

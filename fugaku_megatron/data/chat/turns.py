@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from ...text.input_errors import NeverSkipped
 from ...text.named_files import JsonObject
@@ -24,8 +25,7 @@ FORM = (
 NOT_FOUND = "the renderings do not agree"  # in a turn, whose message is then named
 
 
-@dataclass(frozen=True)
-class TurnTexts:
+class TurnTexts(NamedTuple):
     """Text around a question and its answer, which later ones have too.
 
     Without it the renderings of a chat would take the square of its length.

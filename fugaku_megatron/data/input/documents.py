@@ -38,8 +38,7 @@ class Place(NamedTuple):
 BEGIN = Place()
 
 
-@dataclass(frozen=True)
-class Document:
+class Document(NamedTuple):
     """Document's raw bytes and position.
 
     line: from 1; 0: the whole file

@@ -9,10 +9,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,8 +30,7 @@ PR_SET_PDEATHSIG = 1  # of Linux's prctl
 BATCHES_AHEAD = 4  # per worker, which bounds the memory that input and results in waiting take
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """Worker arguments. keys: JSON keys in output order. chat: documents are chats."""
 
     flags: TokenizerFlags
@@ -47,8 +45,7 @@ class Job:
         return CHAT if self.chat else Columns(self.keys)
 
 
-@dataclass(frozen=True)
-class Encoded:
+class Encoded(NamedTuple):
     """Tokenized batch: per key token ids and document lengths, both (n,); bytes of text; end
     position.
 

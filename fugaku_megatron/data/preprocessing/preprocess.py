@@ -22,7 +22,6 @@ import shlex
 import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import astuple
 from pathlib import Path
 
 import numpy as np
@@ -94,7 +93,7 @@ def preprocess(args: argparse.Namespace) -> None:
             f"--append-eod: the tokenizer of --tokenizer-model {args.tokenizer_model} has no token that ends a text; "
             "leave the flag out, or add one to the tokenizer"
         )
-    made_with = [identity(encoder.tokenizer), *astuple(job)[:-1]]  # without skip_invalid
+    made_with = [identity(encoder.tokenizer), *job[:-1]]  # without skip_invalid
     with Unfinished(args.output_prefix, made_with, files, len(job.keys), encoder.dtype) as work:
         progress = PreprocessProgress(work, total, args.log_interval)
         documents = read_documents(

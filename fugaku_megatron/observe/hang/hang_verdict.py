@@ -12,7 +12,7 @@ import json
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -77,8 +77,7 @@ class Census:
         return cls(**{**record, **standings, "missing": tuple(record["missing"])})
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Reason for a job's end. text: one line. stuck: ranks that cannot write their own stacks."""
 
     text: str
@@ -211,8 +210,7 @@ def open_socket(address: str) -> socket.socket:
     return opened
 
 
-@dataclass(frozen=True)
-class Heard:
+class Heard(NamedTuple):
     """Last datagram from another node."""
 
     time: float

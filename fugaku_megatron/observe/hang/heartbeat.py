@@ -22,9 +22,8 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from ...start.environment import SHARED_MEMORY as MEMORY
 from ...text.written_files import is_private, make_private, new_file, no_link
@@ -50,8 +49,7 @@ DEBUGGERS = (
 )
 
 
-@dataclass(frozen=True)
-class Beat:
+class Beat(NamedTuple):
     """A rank's last heartbeat. Times in s of CLOCK_MONOTONIC.
 
     limit: seconds without a move before the rank counts as stuck

@@ -16,8 +16,8 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ...start import environment, exit_codes
 from ...text.written_files import make_folder, write_text
@@ -51,8 +51,7 @@ PATIENCE = 60.0  # s for another rank to end the job
 END = "end"  # file with the reason for the end
 
 
-@dataclass(frozen=True)
-class HangSettings:
+class HangSettings(NamedTuple):
     """Watchdog settings.
 
     seconds: --hang-timeout-in-secs; None: from measured iterations
@@ -266,7 +265,7 @@ class Watchdog:
     def _write_end(self, found: Verdict) -> Message:
         name = time.strftime("hang_%Y%m%d_%H%M%S")
         directory = str(self.settings.directory.absolute() / name)
-        end = self._publish({**asdict(found), "directory": directory, "speaks": True})
+        end = self._publish({**found._asdict(), "directory": directory, "speaks": True})
         if end["process"] == os.getpid():
             self._say(f"{found.text}; stacks of all ranks: {end['directory']}")
             if self.link:

@@ -10,7 +10,7 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -76,8 +76,7 @@ def parse_interval(line: str) -> Interval:
     return interval
 
 
-@dataclass(frozen=True)
-class Straggler:
+class Straggler(NamedTuple):
     """Rank that is slow in a phase. usual: expected seconds, 0 if unknown. usual_of: their source"""
 
     rank: int

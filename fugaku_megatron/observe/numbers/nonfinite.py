@@ -13,7 +13,7 @@ import platform
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +51,7 @@ OPERATIONS = (
 KEY_LENGTH = 4
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """A nonfinite tensor.
 
     key: (first sample, 1 in backward, virtual stage in the pass's order, inspection), equal on an operation's tensor-parallel ranks
