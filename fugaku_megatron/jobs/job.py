@@ -234,17 +234,6 @@ def rank_map(job: Job) -> torus.RankMap | None:
     return torus.RankMap.from_layout(job.shape, job.ranks_per_node, layout.tp, layout.pp, layout.cp)
 
 
-def hops_line(rank_map: torus.RankMap) -> str:
-    hops = ", ".join(
-        f"{kind.upper()} {mean:.2f}, {maximum}"
-        for kind, (mean, maximum) in rank_map.statistics().items()
-    )
-    return (
-        f"rank map: the replicas of a stage fill a box of {torus.text(rank_map.box)} tensor-parallel groups; hops between "
-        f"neighbours of a ring (mean, maximum): {hops}"
-    )
-
-
 def interpret(flags: list[str]) -> Any:
     """Return the run of a script's flags, by default with GPT-2's vocabulary."""
     run = arguments.parse(flags).run

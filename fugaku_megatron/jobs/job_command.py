@@ -28,7 +28,7 @@ from ..config.run_config import all_flags
 from ..text.written_files import make_folder, named_file
 from . import check as checks
 from . import job as jobs
-from . import limits, render, script
+from . import limits, render, script, torus
 from .submission import Submission
 
 GROUP_VARIABLE = "FUGAKU_GROUP"
@@ -142,10 +142,18 @@ def job_from(args: argparse.Namespace) -> jobs.Job:
 
 
 def plan(args: argparse.Namespace) -> int:
+    """Print a job's decisions, reasons, hops of its rank map, and flags."""
     job = job_from(args)
     lines = [*job.why, *job.reasons]
     if ranks := jobs.rank_map(job):
-        lines.append(jobs.hops_line(ranks))
+        hops = ", ".join(
+            f"{kind.upper()} {mean:.2f}, {maximum}"
+            for kind, (mean, maximum) in ranks.statistics().items()
+        )
+        lines.append(
+            f"rank map: the replicas of a stage fill a box of {torus.text(ranks.box)} tensor-parallel groups; hops between "
+            f"neighbours of a ring (mean, maximum): {hops}"
+        )
     print(*lines, f"flags: {' '.join(job.flags)}", sep="\n")
     return 0
 

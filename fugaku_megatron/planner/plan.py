@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import NamedTuple
 
@@ -166,9 +166,20 @@ def _print_text(
     first = best[0][0]
     print(plan_text.text(best, result, args))
     if args.explain:
-        print(bottlenecks(first))
+        print(
+            f"\nthe first plan's {first.seconds:.4g} s (model): what would remain without one cause, the largest gain first"
+        )
+        for name, gain in sorted(gains(first).items(), key=lambda item: -item[1]):
+            if gain > 1e-4 * first.seconds:
+                print(
+                    f"  without {name:<21}{first.seconds - gain:>9.4g} s {-gain / first.seconds:>7.1%}   {MEANINGS[name]}"
+                )
     if changes:
-        print(changes_text(first.system, args.against, changes))
+        name = first.system.software.name
+        print(f"\nfrom {args.against} to {name}, seconds per iteration, each a model")
+        for previous, change in zip([changes[0], *changes], changes):
+            factor = "" if change is changes[0] else f"x {change.seconds / previous.seconds:.2f}"
+            print(f"  {change.name:<26}{change.seconds:>9.4g} s  {factor:<7} model  {change.note}")
     if faults:
         print(faults.text())
     if args.png:
@@ -258,18 +269,6 @@ def gains(plan: LayoutCandidate) -> dict[str, float]:
     }
 
 
-def bottlenecks(plan: LayoutCandidate) -> str:
-    lines = [
-        f"\nthe first plan's {plan.seconds:.4g} s (model): what would remain without one cause, the largest gain first"
-    ]
-    for name, gain in sorted(gains(plan).items(), key=lambda item: -item[1]):
-        if gain > 1e-4 * plan.seconds:
-            lines.append(
-                f"  without {name:<21}{plan.seconds - gain:>9.4g} s {-gain / plan.seconds:>7.1%}   {MEANINGS[name]}"
-            )
-    return "\n".join(lines)
-
-
 def changes_between(
     run: RunConfig, system: System, against: str, best: LayoutCandidate
 ) -> list[Change]:
@@ -343,13 +342,3 @@ def _layout(plan: LayoutCandidate) -> str:
         f"{plan.layout.microbatches(plan.run)} micro-batches, "
         f"recompute {recompute_name(plan.run)}, bubble {plan.bubble_fraction:.0%}"
     )
-
-
-def changes_text(system: System, against: str, rows: Sequence[Change]) -> str:
-    lines = [f"\nfrom {against} to {system.software.name}, seconds per iteration, each a model"]
-    for previous, change in zip([rows[0], *rows], rows):
-        factor = "" if change is rows[0] else f"x {change.seconds / previous.seconds:.2f}"
-        lines.append(
-            f"  {change.name:<26}{change.seconds:>9.4g} s  {factor:<7} model  {change.note}"
-        )
-    return "\n".join(lines)

@@ -54,8 +54,13 @@ class MachineLimits(NamedTuple):
         ranks_schedules = config.parallel.pipeline_schedule == AUTO and layout.pp > 1
         if ranks_schedules or config.training.recompute_auto:
             space = self.tensor_bytes(config, layout)
-            resolve = _resolve_schedule if ranks_schedules else run_schedule.resolve_recompute
-            config, choices = on_root(self.world, partial(resolve, config, layout, space))
+            resolve = partial(run_schedule.resolve_recompute, config, layout, space)
+            if ranks_schedules:
+                from ..planner import search
+
+                system = modelled_system(layout)
+                resolve = partial(search.resolve, config, layout, system, space)
+            config, choices = on_root(self.world, resolve)
         return replace(plan, config=config, choices=tuple(choices))
 
     def sequence_spans_nodes(self, layout: Layout) -> bool:
@@ -90,11 +95,3 @@ def modelled_system(layout: Layout) -> System:
     from ..planner.system import System
 
     return System.from_names(MACHINE, THIS_PROJECT, layout.world_size, 1)
-
-
-def _resolve_schedule(
-    config: RunConfig, layout: Layout, space: float
-) -> tuple[RunConfig, list[str]]:
-    from ..planner import search
-
-    return search.resolve(config, layout, modelled_system(layout), space)

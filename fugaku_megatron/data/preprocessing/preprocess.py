@@ -20,8 +20,7 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +35,7 @@ from ..chat.chats import unread_note
 from ..data_flags import parse_split, split_documents
 from ..indexed import IndexedDatasetWriter, best_dtype
 from ..input.compressed_text import LARGEST_FLAG
-from ..input.documents import Document, Skipped, read_documents
+from ..input.documents import Skipped, read_documents
 from ..input.input_files import add_input_arguments, input_files
 from ..input.tables import CHAT
 from .encoder import Job, encode_all, encoder_of
@@ -99,16 +98,21 @@ def preprocess(args: argparse.Namespace) -> None:
         documents = read_documents(
             files, job.columns, work.journal.place, skipped, largest=args.max_document_bytes
         )
-        unread = tokenize(job, documents, workers, work, progress, skipped)
+        unread: set[str] = set()
+        with closing(progress):
+            for batch in encode_all(job, documents, workers):
+                work.add(batch.texts, batch.after, batch.size, batch.skipped.records)
+                skipped.add_reasons(batch.skipped.reasons)
+                unread |= batch.unread
+                progress.update(batch)
         skipped.records = work.journal.skipped
         left_out = skipped.line("chats" if args.chat else "documents")
         if not any(work.journal.tokens):
             found = [f"--input {' '.join(args.input)}: no text in it", left_out]
             raise ValueError("; ".join(filter(None, found)))
         with ExitStack() as stack:
-            writers = _writers(args, best_dtype(encoder.tokenizer.vocab_size), work.folder)
-            for writer in writers:
-                stack.enter_context(writer)
+            made = _writers(args, best_dtype(encoder.tokenizer.vocab_size), work.folder)
+            writers = [*map(stack.enter_context, made)]
             work.finish(writers, not args.keep_order)
         for writer in writers:
             write_identity(writer.prefix, encoder.tokenizer)
@@ -121,26 +125,6 @@ def preprocess(args: argparse.Namespace) -> None:
         )
         print(f"trained tokens are found {encoder.template.how}")
     print(*summary(writers, job), sep="\n")
-
-
-def tokenize(
-    job: Job,
-    documents: Iterable[Document],
-    workers: int,
-    work: Unfinished,
-    progress: PreprocessProgress,
-    skipped: Skipped,
-) -> set[str]:
-    """Add all documents that `work` lacks. Returns the ignored fields of chats."""
-    unread: set[str] = set()
-    with ExitStack() as stack:
-        stack.callback(progress.close)
-        for batch in encode_all(job, documents, workers):
-            work.add(batch.texts, batch.after, batch.size, batch.skipped.records)
-            skipped.add_reasons(batch.skipped.reasons)
-            unread |= batch.unread
-            progress.update(batch)
-    return unread
 
 
 def _job(args: argparse.Namespace) -> Job:

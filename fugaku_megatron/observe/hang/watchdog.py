@@ -23,7 +23,7 @@ from ...start import environment, exit_codes
 from ...text.written_files import make_folder, write_text
 from ..log.screen import append
 from . import hang_verdict
-from .hang_verdict import FAN, STOPPED, Census, Link, Message, Standing, Verdict
+from .hang_verdict import FAN, STOPPED, Census, Link, Message, Standing
 from .heartbeat import (
     Beat,
     Heartbeat,
@@ -207,8 +207,17 @@ class Watchdog:
         late = 0.0
         if self.link:
             whole, alone, late = self._hear(self.link, own, now)
-        if found := hang_verdict.judge(whole, alone, late):
-            self._end(self._write_end(found))
+        found = hang_verdict.judge(whole, alone, late)
+        if found is None:
+            return
+        name = time.strftime("hang_%Y%m%d_%H%M%S")
+        directory = str(self.settings.directory.absolute() / name)
+        end = self._publish({**found._asdict(), "directory": directory, "speaks": True})
+        if end["process"] == os.getpid():
+            self._say(f"{found.text}; stacks of all ranks: {end['directory']}")
+            if self.link:
+                self.link.announce(end)
+        self._end(end)
 
     def _hear(self, link: Link, own: Census, now: float) -> tuple[Census, bool, float]:
         """Return the census of nodes below, True if others are not heard, and seconds to wait for the node above."""
@@ -261,16 +270,6 @@ class Watchdog:
         return Standing(beat.rank, self.host, beat.what, now - moved, limit, how)
 
     # End of the job
-
-    def _write_end(self, found: Verdict) -> Message:
-        name = time.strftime("hang_%Y%m%d_%H%M%S")
-        directory = str(self.settings.directory.absolute() / name)
-        end = self._publish({**found._asdict(), "directory": directory, "speaks": True})
-        if end["process"] == os.getpid():
-            self._say(f"{found.text}; stacks of all ranks: {end['directory']}")
-            if self.link:
-                self.link.announce(end)
-        return end
 
     def _publish(self, end: Message) -> Message:
         """Write the reason for the end unless another rank was faster; return the written reason."""

@@ -138,18 +138,14 @@ def _draw(
         validated = len(runs) > 1 and any(validation for _, validation in runs.values())
         if losses.get_legend_handles_labels()[0]:
             losses.legend(fontsize="small", title="dashed: validation" if validated else None)
-        if loads is not None:
-            _draw_loads(panels["loads"], loads)
+        if loads is not None:  # (layers with experts, e), relative to the mean
+            axes = panels["loads"]
+            image = axes.imshow(loads["loads"], aspect="auto", interpolation="nearest", vmin=0.0)
+            numbers = range(0, len(loads["layers"]), 1 + len(loads["layers"]) // 8)
+            axes.set(xlabel="expert", ylabel="layer")
+            axes.set_yticks(list(numbers), [loads["layers"][number] for number in numbers])
+            figure.colorbar(image, ax=axes, label=f"load at iteration {loads['iteration']}")
         figure.suptitle(shown(heading), fontsize="medium")
-
-
-def _draw_loads(axes: Any, record: JsonObject) -> None:
-    """Draw expert loads (layers with experts, e) relative to the mean."""
-    image = axes.imshow(record["loads"], aspect="auto", interpolation="nearest", vmin=0.0)
-    numbers = range(0, len(record["layers"]), 1 + len(record["layers"]) // 8)
-    axes.set(xlabel="expert", ylabel="layer")
-    axes.set_yticks(list(numbers), [record["layers"][number] for number in numbers])
-    axes.figure.colorbar(image, ax=axes, label=f"load at iteration {record['iteration']}")
 
 
 def _line(axes: Any, records: Records, x: str, name: str, **style: Any) -> None:

@@ -60,6 +60,7 @@ class Fingerprints:
         return sums
 
     def describe(self, key: Key) -> str:
+        """Return the tensor and the micro-batch of a bit sum in words."""
         sample, kind, stage, number = key
         if kind == WEIGHT_GRADIENT:
             name = "the tied embedding"

@@ -224,15 +224,6 @@ def _first_finding(trainer: Trainer, finding: Finding | None) -> str | None:
     return first_text(world, key, KEY_LENGTH, lambda: f"{place}, {finding and finding.text}")
 
 
-def _nonfinite_weight(trainer: Trainer) -> Finding | None:
-    flat = trainer.optimizer.flat
-    for parameter in [*flat.parameters, *flat.frozen]:
-        scales = scales_of(parameter)  # a block with an Inf or NaN has such a scale
-        if count := _describe_nonfinite([parameter if scales is None else scales]):
-            return Finding((0, 0, 0, 0), f"weight {parameter.spec.name}: {count}")
-    return None
-
-
 def find_nonfinite(trainer: Trainer, consumed: int, scale: float) -> str:
     """Repeat the iteration from sample `consumed`; describe the origin of its first Inf or NaN.
     Collective.
@@ -240,7 +231,14 @@ def find_nonfinite(trainer: Trainer, consumed: int, scale: float) -> str:
     The weights must be unchanged since. Overwrites the gradients.
     """
     trainer.optimizer.buckets.await_weights()
-    if text := _first_finding(trainer, _nonfinite_weight(trainer)):
+    flat = trainer.optimizer.flat
+    weight = None
+    for parameter in [*flat.parameters, *flat.frozen]:
+        scales = scales_of(parameter)  # a block with an Inf or NaN has such a scale
+        if count := _describe_nonfinite([parameter if scales is None else scales]):
+            weight = Finding((0, 0, 0, 0), f"weight {parameter.spec.name}: {count}")
+            break
+    if text := _first_finding(trainer, weight):
         return f"the weights were not finite before: {text}"
     search = Search(trainer, consumed)
     trainer.repeat(consumed, scale, search.stage, search.watch)
