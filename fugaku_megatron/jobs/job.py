@@ -117,12 +117,20 @@ def decide(args: argparse.Namespace) -> Job:
     run = run_of(args, system, {"micro_batch_size": 1})
     if run.batch.global_batch_size is None:
         raise ValueError("--global-batch-size is missing: the layout depends on it")
-    asked = _elapse(args.elapse, group)
+    limit = int(group.hours * HOUR)
+    asked = None
+    if args.elapse is not None:
+        asked = limits.seconds(args.elapse, "--elapse ")
+        check(
+            0 < asked <= limit,
+            f"--elapse {args.elapse}: {group.name} allows at most {limits.clock(limit)}: pass a time up to that, "
+            "and continue with submit --steps",
+        )
     plans = placed_plans(run, system, search.held_fields(args), shape)
     best = plans[0]
     iterations, _ = batches.run_length(best.run, run.batch.global_batch_size)
     whole = start_up(args.nodes) + iterations * best.seconds + limits.MARGIN
-    elapse = asked or min(int(group.hours * HOUR), 60 * math.ceil(whole / 60))
+    elapse = asked or min(limit, 60 * math.ceil(whole / 60))
     job = Job(
         name=args.name or f"gpt_{args.recipe or 'run'}".replace(".", "_"),
         nodes=args.nodes,
@@ -158,19 +166,6 @@ def _group(args: argparse.Namespace, groups: dict[str, ResourceGroup]) -> Resour
         "change one of them",
     )
     return group
-
-
-def _elapse(option: str | None, group: ResourceGroup) -> int | None:
-    if option is None:
-        return None
-    limit = int(group.hours * HOUR)
-    elapse = limits.seconds(option, "--elapse ")
-    check(
-        0 < elapse <= limit,
-        f"--elapse {option}: {group.name} allows at most {limits.clock(limit)}: pass a time up to that, "
-        "and continue with submit --steps",
-    )
-    return elapse
 
 
 def _flags(best: search.LayoutCandidate, args: argparse.Namespace, mode: Mode) -> tuple[str, ...]:

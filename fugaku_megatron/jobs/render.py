@@ -130,10 +130,10 @@ def flag_lines(flags: Iterable[str]) -> list[str]:
     return ["FLAGS=(", *lines, ")"]
 
 
-def directives(job: Job) -> list[str]:
-    """Return the #PJM lines: nodes, limits, power mode, ranks and volumes."""
+def render(job: Job) -> str:
+    """Return the pjsub script: directives, reasons, values and the commands of the job's kind."""
     shape = f"{torus.text(job.shape)}:torus:strict-io" if job.shape else str(job.nodes)
-    lines = [
+    options = [
         f'-L "node={shape},rscunit=rscunit_ft01,rscgrp={job.resource_group},elapse={limits.clock(job.elapse)}"',
         f'-L "{job.mode.directive}"',
         f'--mpi "proc={job.processes},max-proc-per-node={job.ranks_per_node},rank-map-bychip"',
@@ -143,11 +143,32 @@ def directives(job: Job) -> list[str]:
         f"-N {job.name}",
         "-S",
     ]
-    lines += {
+    options += {
         "resume": ["--step", f'--sparam "jnam={job.name}"'],
         "topology": ["--bulk", '--sparam "0-3"'],
     }.get(job.kind, [])
-    return [f"#PJM {line}" for line in lines]
+    other_clocks = "\n".join(
+        f'#   {mode.name}: pjsub -g GROUP -L "{mode.directive}" -x CPU_GHZ={mode.ghz:.1f} FILE'
+        for mode in limits.MODES.values()
+        if mode != job.mode and not mode.refused
+    )
+    run = RUNS[job.kind].replace("@OTHERS@", other_clocks)
+    if job.check_ranks is not None:
+        run = f"check_layout {job.check_ranks}  # ends the job if the layout trains differently\n{run}"
+    lines = [
+        "#!/bin/bash",
+        *(f"#PJM {option}" for option in options),
+        "#",
+        "# Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE",
+        *(f"# {line}" for why in job.why for line in textwrap.wrap(why, 130)),
+        "set -euo pipefail",
+        "",
+        *values(job),
+        "",
+        FIND_COMMON,
+        run.replace("@GHZ@", f"{job.mode.ghz:.1f}"),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def values(job: Job) -> list[str]:
@@ -167,32 +188,6 @@ def values(job: Job) -> list[str]:
         f"MARGIN=${{MARGIN:-{limits.MARGIN}}}  # seconds before the end of the job at which the trainer saves and exits",
         *flag_lines(job.flags),
     ]
-
-
-def render(job: Job) -> str:
-    """Return the pjsub script: directives, reasons, values and the commands of the job's kind."""
-    other_clocks = "\n".join(
-        f'#   {mode.name}: pjsub -g GROUP -L "{mode.directive}" -x CPU_GHZ={mode.ghz:.1f} FILE'
-        for mode in limits.MODES.values()
-        if mode != job.mode and not mode.refused
-    )
-    run = RUNS[job.kind].replace("@OTHERS@", other_clocks)
-    if job.check_ranks is not None:
-        run = f"check_layout {job.check_ranks}  # ends the job if the layout trains differently\n{run}"
-    lines = [
-        "#!/bin/bash",
-        *directives(job),
-        "#",
-        "# Written by fugaku-megatron job render; after an edit: fugaku-megatron job check FILE",
-        *(f"# {line}" for why in job.why for line in textwrap.wrap(why, 130)),
-        "set -euo pipefail",
-        "",
-        *values(job),
-        "",
-        FIND_COMMON,
-        run.replace("@GHZ@", f"{job.mode.ghz:.1f}"),
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def self_contained(text: str) -> str:

@@ -266,8 +266,15 @@ class Supervisor:
         return Path(self.run.output.save or "") / HOURS
 
     def _start(self, used: Sequence[str]) -> Ending:
+        """Run the program, in a restart for the rest of --exit-duration-in-mins and with the first global batch."""
+        words = list(self.program)
+        left = self._minutes_left()
+        if left is not None and self.restarts:
+            words += [TIMED, f"{max(left, 0.01):.2f}"]
+        if self.nodes and self.restarts:
+            words += ["--global-batch-size", str(self.nodes.run.batch.global_batch_size)]
         with tempfile.TemporaryDirectory(prefix="supervise.") as folder:
-            launcher = Launcher(self._command(used, self._timed_program(), Path(folder)))
+            launcher = Launcher(self._command(used, words, Path(folder)))
             kills = oom_kills()
             with self.stop.forwarding(launcher):
                 end = ending(*launcher.wait())
@@ -293,16 +300,6 @@ class Supervisor:
             "{map}": str(file),
         }
         return [filled(word, values) for word in self.launcher] + list(program)
-
-    def _timed_program(self) -> list[str]:
-        """Return the program with the remaining --exit-duration-in-mins and the first global batch."""
-        words = list(self.program)
-        left = self._minutes_left()
-        if left is not None and self.restarts:
-            words += [TIMED, f"{max(left, 0.01):.2f}"]
-        if self.nodes and self.restarts:
-            words += ["--global-batch-size", str(self.nodes.run.batch.global_batch_size)]
-        return words
 
     def _minutes_left(self) -> float | None:
         minutes = self.run.training.exit_duration_in_mins

@@ -51,8 +51,13 @@ class Network:
         members, together = self._group(group)
         if members == 1:
             return 0.0
+        machine = self.machine
+        if verb == "send" and members <= together:
+            return machine.intra_alpha_us * 1e-6 + bytes / (machine.intra_gbs * GB)
         if verb == "send":
-            return self._transfer(bytes, members <= together)
+            rate = min(machine.link_gbs, machine.injection_gbs / self.ranks_per_node)
+            rate *= self.parameters.transfer_fraction
+            return machine.link_alpha_us * 1e-6 + bytes / (rate * GB)
         if verb == "all_to_all":
             return self._exchange(group, bytes)
         size = bytes * members if verb == "all_gather" else bytes
@@ -61,7 +66,6 @@ class Network:
         levels = (
             members == inside or features.TWO_LEVEL_SUMS in self.active and members % inside == 0
         )
-        machine = self.machine
         within = self.parameters.intra_reduce_gbs or machine.intra_gbs
         if not (levels and features.NODE_SUMS in self.active):  # not in memory that the ranks share
             within = self.parameters.intra_reduce_gbs or machine.intra_reduce_gbs or within
@@ -184,16 +188,6 @@ class Network:
     def _ring(size: float, members: int, passes: int, rate: float, alpha_us: float) -> float:
         steps = passes * min(members - 1, 2 * math.ceil(math.log2(members)))
         return steps * alpha_us * 1e-6 + passes * (members - 1) / members * size / (rate * GB)
-
-    def _transfer(self, bytes: int, within_node: bool) -> float:
-        machine = self.machine
-        if within_node:
-            return machine.intra_alpha_us * 1e-6 + bytes / (machine.intra_gbs * GB)
-        rate = (
-            min(machine.link_gbs, machine.injection_gbs / self.ranks_per_node)
-            * self.parameters.transfer_fraction
-        )
-        return machine.link_alpha_us * 1e-6 + bytes / (rate * GB)
 
 
 def exposed(

@@ -270,13 +270,21 @@ class FaultPlan:
             f"{faults.mtbf / HOUR:g} h, the job every {duration_text(1 / faults.rate)} ({kinds})",
             "",
             *pipe_table([self._header(), *map(self._row, self.choices)]),
-            *self._simulation_lines(),
-            "",
-            *self._spare_lines(),
-            "",
-            *pipe_table([("cost", "source", "of"), *self.costs.rows()]),
         ]
-        return "\n".join(lines)
+        if self.simulated_days:
+            counts = [each.simulated.faults for each in self.choices if each.simulated]
+            lines += [
+                "",
+                f"simulated: means of {RUNS} runs of {self.simulated_days:g} days with {mean(counts):.0f} faults, +- their 95 % interval",
+            ]
+        best = min(self.spares, key=self.spares.__getitem__)
+        rows = [("spare nodes", "node hours for one of the whole job")]
+        for number, hours in self.spares.items():
+            if number in (0, best - 1) or number >= best:
+                rows.append((str(number), f"{hours:.4f}"))
+        heading = f"spare nodes that pay in allocations of {self.allocation:g} h: {best}"
+        costs = pipe_table([("cost", "source", "of"), *self.costs.rows()])
+        return "\n".join([*lines, "", heading, "", *pipe_table(rows), "", *costs])
 
     def _header(self) -> tuple[str, ...]:
         columns = ["effective"]
@@ -292,24 +300,6 @@ class FaultPlan:
         saved = self.lost_node_hours(self.choices[0]) - lost
         causes = [f"{choice.causes[cause]:.2%}" for cause in ("saving", "repeated", "restart")]
         return *columns, *causes, f"{lost:,.0f}", f"{saved:,.0f}", choice.flags
-
-    def _simulation_lines(self) -> list[str]:
-        if not self.simulated_days:
-            return []
-        counts = [each.simulated.faults for each in self.choices if each.simulated]
-        return [
-            "",
-            f"simulated: means of {RUNS} runs of {self.simulated_days:g} days with {mean(counts):.0f} faults, +- their 95 % interval",
-        ]
-
-    def _spare_lines(self) -> list[str]:
-        rows = [("spare nodes", "node hours for one of the whole job")]
-        best = min(self.spares, key=self.spares.__getitem__)
-        for number, hours in self.spares.items():
-            if number in (0, best - 1, best, best + 1, best + 2):
-                rows.append((str(number), f"{hours:.4f}"))
-        heading = f"spare nodes that pay in allocations of {self.allocation:g} h: {best}"
-        return [heading, "", *pipe_table(rows)]
 
 
 def draw(path: StrPath, found: FaultPlan) -> None:

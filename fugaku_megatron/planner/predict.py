@@ -234,14 +234,6 @@ def forward_json(found: Forward) -> JsonObject:
     }
 
 
-def matmul_text(shape: Sequence[int], found: JsonObject) -> str:
-    m, n, k = shape
-    return (
-        f"INT8 matmul ({m}, {k}) x ({k}, {n}) on {found['threads']} threads: {found['microseconds']} us, "
-        f"{found['share_of_int8_peak']:.2f} of the peak (model; {found['lower']:.2f} to {found['upper']:.2f})"
-    )
-
-
 def forward_text(found: JsonObject) -> str:
     lines = [
         f"{found['seconds_of_forward']:.4g} s for a forward pass (model; nine of ten runs: {found['lower']:.4g} to "
@@ -259,7 +251,12 @@ def main(args: argparse.Namespace) -> int:
     system = system_of(args)
     if args.matmul:
         found = matmul_json(args.matmul, system)
-        print(json.dumps(found) if args.json else matmul_text(args.matmul, found))
+        m, n, k = args.matmul
+        said = (
+            f"INT8 matmul ({m}, {k}) x ({k}, {n}) on {found['threads']} threads: {found['microseconds']} us, "
+            f"{found['share_of_int8_peak']:.2f} of the peak (model; {found['lower']:.2f} to {found['upper']:.2f})"
+        )
+        print(json.dumps(found) if args.json else said)
         return 0
     if args.forward:
         found = forward_json(forward(run_of(args, system), system))

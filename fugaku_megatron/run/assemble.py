@@ -15,7 +15,7 @@ from ..comm.grid import Grid, Groups
 from ..comm.node import share_groups
 from ..costs.plan import Plan
 from ..data.chat.chat_dataset import lost_lines, packing_lines
-from ..data.reader_group import ReaderGroup
+from ..data.reader_group import ReaderGroup, build_reader_group
 from ..data.unchanged import records
 from ..host import kernels, runtime
 from ..host.observed import Phases
@@ -26,9 +26,10 @@ from ..observe.hang.heartbeat import Heartbeat
 from ..observe.observers import Heartbeats, Observers
 from ..observe.profile.profile import Profile
 from ..observe.resources.memory_watch import rank_bytes
+from ..training.micro_batches import reads_data
 from ..training.trainer import Trainer
 from .announce import data_line, skip_line, validation_line
-from .data import Data, find_reader_group, no_evaluation_note, open_data, valid_sizes
+from .data import Data, open_data, valid_sizes
 from .kernel_choice import build_ops, choose_kernels
 from .limits import MachineLimits
 from .resume import resume_training
@@ -115,7 +116,10 @@ def assemble(
     run = plan.config
     resume = sources.resume
     groups = connect(plan, world)
-    readers = find_reader_group(plan, groups, nodes)
+    readers = None  # random data is not read
+    if not run.data.mock_data:
+        needs_data = reads_data(run, groups)
+        readers = build_reader_group(world, nodes, groups.data_rank, needs_data)
 
     log.heart.enter("the start: reading data")
     with log.telemetry.span(spans.DATALOADER):
@@ -158,7 +162,10 @@ def assemble(
         trainer.data_files = on_root(world, lambda: records(data))
         sizes = valid_sizes(plan, valid, world)
     if (run.training.eval_iters or run.training.full_validation) and not sizes:
-        log.say(no_evaluation_note(run))
+        why = "no --valid-data-path"
+        if run.data.data_path:
+            why = f"--split {run.data.split} leaves none of the documents to validation"
+        log.say(f"note: no evaluation: {why}")
 
     log.heart.enter("the start: loading a checkpoint")
     with log.telemetry.span(spans.LOAD):

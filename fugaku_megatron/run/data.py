@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ..comm.agreement import Nodes, everywhere, on_root
+from ..comm.agreement import everywhere, on_root
 from ..comm.base import Comm
 from ..comm.grid import Groups
 from ..config.data import FIM_TOKENS, DataConfig
@@ -15,7 +15,7 @@ from ..data.dataset import Dataset, MockDataset, ValidationSets
 from ..data.fim import FimRule, FimTokens, fill_in_middle
 from ..data.index_cache import IN_MEMORY, IndexCache
 from ..data.marks import mark
-from ..data.reader_group import ReaderGroup, build_reader_group
+from ..data.reader_group import ReaderGroup
 from ..host.allocator import node_bytes
 from ..tokenizers.tokenizer import Tokenizer, TokenizerFlags
 from ..training.micro_batches import datasets_of, reads_data
@@ -40,14 +40,6 @@ def valid_sizes(plan: Plan, valid: Dataset | None, world: Comm) -> tuple[int, ..
     with everywhere():
         plan.layout.evaluated(plan.config, sizes, 0)
     return sizes
-
-
-def find_reader_group(plan: Plan, groups: Groups, nodes: Nodes) -> ReaderGroup | None:
-    """Return the ranks that read this rank's data; None for random data or no need. Collective."""
-    if plan.config.data.mock_data:
-        return None
-    reads = reads_data(plan.config, groups)
-    return build_reader_group(groups.world, nodes, groups.data_rank, reads)
 
 
 def open_data(
@@ -140,12 +132,3 @@ def _open(plan: Plan, groups: Groups, sources: Sources, readers: ReaderGroup | N
     cache = IndexCache(run.data.data_cache_path, in_memory)
     begun = (*order, None)
     return datasets_of(run, (*samples, 0), reading, node_bytes(), cache, arrays, begun)[:2]
-
-
-def no_evaluation_note(run: RunConfig) -> str:
-    why = (
-        f"--split {run.data.split} leaves none of the documents to validation"
-        if run.data.data_path
-        else "no --valid-data-path"
-    )
-    return f"note: no evaluation: {why}"
