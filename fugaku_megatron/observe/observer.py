@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ..training.trainer import IterationResult
 
 MetricValues = dict[str, Any]  # fields of `IterationMetrics`
+Say = Callable[[int, str], None]  # prints a line about an iteration
 
 
 class Observer:

@@ -210,16 +210,20 @@ def report(
     """Return the plan as text, and draw the pipeline over time into `png`."""
     node = Node.read(sys_root) if sys_root else None
     plan = MachineLimits().resolve(Plan.of(run, world_size))
+    run = plan.config
     stages = [plan_stage(plan, stage) for stage in range(plan.layout.pp)]
     totals = [stage.memory.total for stage in stages]
     length = plan.length
     if png:
         mib = [total / 2**20 for total in totals]
         plan_text.draw(plan.config, plan.layout, modelled_system(plan.layout), png, mib)
+    met = ""
+    if run.model.num_experts:
+        met = f"of which a token meets {active_parameters(run) / 1e6:.1f} M, "
     lines = [
         _layout_line(plan.layout),
         *_divided_experts(plan.config, plan.layout),
-        _parameters_line(plan),
+        f"parameters {model_parameters(run) / 1e6:.1f} M, {met}{vocabulary_text(run)}",
         f"global batch size {plan.global_batch_size}, micro-batch size {plan.config.batch.micro_batch_size}, "
         f"{plan.microbatches} micro-batches per iteration; {length.iterations} iterations, {length.samples} samples",
         *packing(plan.config),
@@ -248,14 +252,6 @@ def _layout_line(layout: Layout) -> str:
         f"world size {layout.world_size} = DP {layout.dp} x PP {layout.pp} x CP {layout.cp} x TP {layout.tp} "
         "(rank = ((dp x PP + pp) x CP + cp) x TP + tp)"
     )
-
-
-def _parameters_line(plan: Plan) -> str:
-    run = plan.config
-    text = f"parameters {model_parameters(run) / 1e6:.1f} M, "
-    if run.model.num_experts:
-        text += f"of which a token meets {active_parameters(run) / 1e6:.1f} M, "
-    return text + vocabulary_text(run)
 
 
 def _schedule_lines(plan: Plan) -> list[str]:

@@ -21,6 +21,7 @@ from ...optim.seals import Seals, weight_sums
 from ...optim.update_audit import PARTS, UpdateAudit
 from ...training.replicas import STATES, Difference
 from ...training.trainer import Trainer
+from ..observer import Say
 from .fingerprints import (
     KEY_LENGTH,
     TOKENS,
@@ -37,7 +38,6 @@ from .rerun import Rerun
 
 SHARE = 0.003  # of an iteration's time, at most, for what every iteration compares
 BALANCE = 20  # FLOPs of matmuls in the time of reading a byte
-Say = Callable[[int, str], None]  # (iteration, text)
 
 
 class Audit:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import platform
 from collections import deque
-from collections.abc import Callable
 from statistics import median
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from ...comm.agreement import first_rank, first_text
 from ...optim.bits import bit_sum
 from ...training.trainer import Trainer
+from ..observer import Say
 from .fingerprints import (
     KEY_LENGTH,
     Fingerprints,
@@ -71,9 +71,7 @@ class Spikes:
 class Rerun:
     """Check of the loss before every update; repeats spikes."""
 
-    def __init__(
-        self, trainer: Trainer, fingerprints: Fingerprints, say: Callable[[int, str], None]
-    ) -> None:
+    def __init__(self, trainer: Trainer, fingerprints: Fingerprints, say: Say) -> None:
         self.trainer = trainer
         self.say = say
         self.spikes = Spikes(trainer.run.numbers.loss_spike_deviations)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
 from pathlib import Path
 
 from ...comm.agreement import Nodes, first_rank
 from ...comm.base import Comm
 from ...text.named_files import StrPath
-from ..observer import MetricValues, Observer
+from ..observer import MetricValues, Observer, Say
 
 EDAC = "/sys/devices/system/edac"
 COUNTERS = ("ce_count", "ue_count", "dimm_ce_count", "dimm_ue_count")
@@ -33,7 +32,7 @@ def read_counters(root: StrPath) -> dict[str, int]:
 class MemoryErrors(Observer):
     """Node with growing counters, by the first rank of each node."""
 
-    def __init__(self, world: Comm, nodes: Nodes, say: Callable[[int, str], None]) -> None:
+    def __init__(self, world: Comm, nodes: Nodes, say: Say) -> None:
         self.world = world
         self.say = say
         self._reads = nodes.leads

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import combinations, pairwise
 from statistics import median
 
@@ -21,7 +21,7 @@ from ...costs.attention import attention_workspace_bytes
 from ...costs.plan import Plan
 from ...host.allocator import free_bytes, node_bytes, usage
 from ...training.trainer import IterationResult
-from ..observer import MetricValues, Observer
+from ..observer import MetricValues, Observer, Say
 
 SPAN = 50  # iterations of a steady growth, at least
 FEWEST = 25  # readings in them, at least
@@ -57,7 +57,7 @@ def steady_growth(readings: Sequence[tuple[int, int]]) -> float:
 class MemoryWatch(Observer):
     """Observer of memory: reports steady growth on any rank, and iterations until the node is full."""
 
-    def __init__(self, world: Comm, nodes: Nodes, say: Callable[[int, str], None]) -> None:
+    def __init__(self, world: Comm, nodes: Nodes, say: Say) -> None:
         self.world = world
         self.here = nodes.ranks
         self.say = say
