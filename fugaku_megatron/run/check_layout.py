@@ -30,19 +30,21 @@ class LayoutDiffers(RuntimeError):
     everywhere = True  # rank 0 alone reports it
 
 
-def differing_libraries(world: Comm) -> list[str]:
-    """Return a line for each library that computes whose version is not the same on all ranks. Collective.
-
-    The kernels' version has a checksum of their file.
-    """
-    file = Path(_kernels.__file__)  # type: ignore[attr-defined]  # mypy does not know the extension
-    own = {
+def library_versions(world: Comm) -> dict[str, str]:
+    """Return the version of each library that computes; the kernels' has a checksum of their file."""
+    library = Path(_kernels.__file__)  # type: ignore[attr-defined]  # mypy does not know the extension
+    checksum = zlib.crc32(library.read_bytes())
+    return {
         "torch": torch.__version__,
         "numpy": numpy.__version__,
-        "kernels": f"{kernels.active()} {zlib.crc32(file.read_bytes()):08x}",
+        "kernels": f"{kernels.active()} {checksum:08x}",
         "MPI": getattr(world, "library", "no MPI"),
     }
-    everyone = world.all_gather_object(own)
+
+
+def differing_libraries(world: Comm) -> list[str]:
+    """Return a line for each library whose version is not the same on all ranks. Collective."""
+    everyone = world.all_gather_object(library_versions(world))
     lines = []
     for library in everyone[0]:
         ranks = ranks_by_value(versions[library] for versions in everyone)

@@ -220,8 +220,19 @@ def report(
     met = ""
     if run.model.num_experts:
         met = f"of which a token meets {active_parameters(run) / 1e6:.1f} M, "
+    layout = plan.layout
+    sizes = f"DP {layout.dp} x PP {layout.pp} x TP {layout.tp} (rank = (dp x PP + pp) x TP + tp)"
+    if layout.cp > 1:
+        sizes = (
+            f"DP {layout.dp} x PP {layout.pp} x CP {layout.cp} x TP {layout.tp} "
+            "(rank = ((dp x PP + pp) x CP + cp) x TP + tp)"
+        )
+    sent = Counter[str]()  # bytes of a rank
+    for collective in gradient_collectives(run, layout, 0):
+        sent[f"{collective.verb} {collective.group}"] += collective.bytes
+    traffic = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sent.items())
     lines = [
-        _layout_line(plan.layout),
+        f"world size {layout.world_size} = {sizes}",
         *_divided_experts(plan.config, plan.layout),
         f"parameters {model_parameters(run) / 1e6:.1f} M, {met}{vocabulary_text(run)}",
         f"global batch size {plan.global_batch_size}, micro-batch size {plan.config.batch.micro_batch_size}, "
@@ -233,25 +244,13 @@ def report(
         *_table(stages),
         *_frozen_copies(plan.config, plan.layout),
         f"FLOPs per iteration: {plan.flops.hardware:.4e} hardware (the log's TFLOPs), {plan.flops.model:.4e} model",
-        _traffic_line(plan),
+        f"bytes per rank, stage 0, once per iteration: {traffic or 'none'}",
     ]
     if node and sys_root:
         lines += cores(node, sys_root, world_size, max(totals) + PROCESS_BYTES)
     if png:
         lines.append(f"wrote {png}")
     return "\n".join(lines)
-
-
-def _layout_line(layout: Layout) -> str:
-    if layout.cp == 1:
-        return (
-            f"world size {layout.world_size} = DP {layout.dp} x PP {layout.pp} x TP {layout.tp} "
-            "(rank = (dp x PP + pp) x TP + tp)"
-        )
-    return (
-        f"world size {layout.world_size} = DP {layout.dp} x PP {layout.pp} x CP {layout.cp} x TP {layout.tp} "
-        "(rank = ((dp x PP + pp) x CP + cp) x TP + tp)"
-    )
 
 
 def _schedule_lines(plan: Plan) -> list[str]:
@@ -275,11 +274,3 @@ def _schedule_lines(plan: Plan) -> list[str]:
             f"a bubble of {bubble:.1%} is large: fugaku-megatron plan --nodes N searches layouts for one that is faster"
         )
     return lines
-
-
-def _traffic_line(plan: Plan) -> str:
-    sent = Counter[str]()
-    for collective in gradient_collectives(plan.config, plan.layout, 0):
-        sent[f"{collective.verb} {collective.group}"] += collective.bytes
-    sizes = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sent.items())
-    return f"bytes per rank, stage 0, once per iteration: {sizes or 'none'}"
