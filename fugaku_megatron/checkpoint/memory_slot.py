@@ -37,7 +37,7 @@ from .manifest import (
     write_manifest,
 )
 from .save import put_in_place
-from .schema import BLOCK_BYTES, BlockChecksums, Entry, verify_file
+from .schema import BlockChecksums, Entry, verify_file
 from .shards import Shard
 from .tensor_files import FilePlan
 
@@ -130,9 +130,7 @@ def map_file(path: Path, size: int) -> Bytes:
 def entry_of(data: Bytes) -> Entry:
     """Return size and checksums of a file as in a manifest."""
     checksums = BlockChecksums()
-    view = data.data
-    for start in range(0, len(view), BLOCK_BYTES):
-        checksums.add(view[start : start + BLOCK_BYTES])
+    checksums.add(data.data)
     return checksums.record()
 
 

@@ -45,17 +45,18 @@ _NAME_LENGTH = 64
 
 def run_name(save: Directory, comm: Comm, make: bool = False) -> str | None:
     """Return the run id in `save`, if any. Collective."""
-    return on_root(comm, partial(_run_name, Path(save) / RUN, make))
+    path = Path(save) / RUN
 
+    def read() -> str | None:
+        if make and not path.exists():
+            make_folder(path.parent)
+            write_text(path, uuid.uuid4().hex)
+        if not path.is_file():
+            return None
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(_NAME_LENGTH)
 
-def _run_name(path: Path, make: bool) -> str | None:
-    if make and not path.exists():
-        make_folder(path.parent)
-        write_text(path, uuid.uuid4().hex)
-    if not path.is_file():
-        return None
-    with open(path, encoding="utf-8", errors="replace") as file:
-        return file.read(_NAME_LENGTH)
+    return on_root(comm, read)
 
 
 def own_folder(local: Directory, comm: Comm) -> Path:

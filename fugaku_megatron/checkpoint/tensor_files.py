@@ -37,19 +37,7 @@ DTYPES = {
 }
 # Formats that the safetensors library knows in addition, and which are not read here.
 _OTHERS = (
-    "F8_E5M2",
-    "F8_E8M0",
-    "F8_E4M3FNUZ",
-    "F8_E5M2FNUZ",
-    "F4",
-    "F6_E2M3",
-    "F6_E3M2",
-    "C64",
-    "I8",
-    "I16",
-    "U16",
-    "U32",
-    "U64",
+    "F8_E5M2 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ F4 F6_E2M3 F6_E3M2 C64 I8 I16 U16 U32 U64".split()
 )
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8
