@@ -41,38 +41,33 @@ TENSORS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 RANK = 8  # of a config without r
 # The fields of adapter_config.json. A value that is off, such as null or {}, is plain LoRA for each.
-READ = (
-    "r",
-    "lora_alpha",
-    "lora_dropout",
-    "use_rslora",
-    "target_modules",
-    "target_parameters",
-    "rank_pattern",
-    "alpha_pattern",
-)
+# Those that are read, with their defaults.
+READ: JsonObject = {
+    "r": RANK,
+    "lora_alpha": 8,
+    "lora_dropout": 0.0,
+    "use_rslora": False,
+    "target_modules": None,
+    "target_parameters": None,
+    "rank_pattern": None,
+    "alpha_pattern": None,
+}
 IGNORED = {
-    "the file's tensors say which matrices have adapters": (
-        "exclude_modules",
-        "layers_to_transform",
-        "layers_pattern",
-    ),
-    "it describes the file or the program that wrote it": (
-        "auto_mapping",
-        "base_model_name_or_path",
-        "inference_mode",
-        "peft_version",
-        "revision",
-        "runtime_config",
-        "task_type",
-    ),
-    "A and B are stored alike for both orders of the base weight": ("fan_in_fan_out",),
-    "it says how A and B began, next to unchanged base weights": ("eva_config",),
-    "it has no effect without a field that is refused": (
-        "ensure_weight_tying",
-        "megatron_core",
-        "qalora_group_size",
-    ),
+    reason: tuple(names.split())
+    for reason, names in {
+        "the file's tensors say which matrices have adapters": (
+            "exclude_modules layers_to_transform layers_pattern"
+        ),
+        "it describes the file or the program that wrote it": (
+            "auto_mapping base_model_name_or_path inference_mode peft_version revision runtime_config "
+            "task_type"
+        ),
+        "A and B are stored alike for both orders of the base weight": "fan_in_fan_out",
+        "it says how A and B began, next to unchanged base weights": "eva_config",
+        "it has no effect without a field that is refused": (
+            "ensure_weight_tying megatron_core qalora_group_size"
+        ),
+    }.items()
 }
 # The values with which peft computes plain LoRA; a field that stands nowhere here must be off.
 ONLY: dict[str, tuple[Any, ...]] = {
@@ -295,12 +290,12 @@ def open_peft(directory: str, weights: Weights, base: JsonObject) -> Weights:
         config = read_json(path / CONFIG)
         model = weights.model
         check_config(config)
+        config = {**READ, **config}
         for name in ("lora_alpha", "lora_dropout"):
             check(
-                _is_number(config.get(name, 0)),
-                f"{CONFIG}: {name} is {config.get(name)!r:.60}, not a number",
+                _is_number(config[name]), f"{CONFIG}: {name} is {config[name]!r:.60}, not a number"
             )
-        rslora = config.get("use_rslora")
+        rslora = config["use_rslora"]
         check(
             rslora is None or isinstance(rslora, bool),
             f"{CONFIG}: use_rslora is {rslora!r:.60}, not true or false",
@@ -406,11 +401,7 @@ class _Reader:
 
     def _is_divided(self, row: PeftMatrix, config: JsonObject) -> bool:
         """Return True if gates and values of experts have adapters of their own, with half the rank each."""
-        if (
-            not row.stacked
-            or row.target != FC1
-            or self.ranks[row.name] != 2 * config.get("r", RANK)
-        ):
+        if not row.stacked or row.target != FC1 or self.ranks[row.name] != 2 * config["r"]:
             return False
         halves = self._b(row).unflatten(-1, (2, -1))  # (e, 2, f, 2, r)
         return not halves[:, 0, :, 1].any() and not halves[:, 1, :, 0].any()
@@ -422,13 +413,13 @@ class _Reader:
             both = row.target == FC1 and of_gates
             targets |= dict.fromkeys(MATRICES[FC1] if both else (row.target,))
         rank = max(rank // (1 + (name in self.divided)) for name, rank in self.ranks.items())
-        r = config.get("r", RANK)
-        rslora = bool(config.get("use_rslora"))
+        rslora = bool(config["use_rslora"])
         return LoraConfig(
             lora_rank=rank,
-            lora_alpha=float(config.get("lora_alpha", 8)) * (rank / r) ** (0.5 if rslora else 1.0),
+            lora_alpha=float(config["lora_alpha"])
+            * (rank / config["r"]) ** (0.5 if rslora else 1.0),
             lora_target=",".join(targets),
-            lora_dropout=float(config.get("lora_dropout", 0.0)),
+            lora_dropout=float(config["lora_dropout"]),
             lora_use_rslora=rslora,
         )
 
@@ -487,7 +478,7 @@ class _Reader:
 
 def _names(config: JsonObject, field: str) -> list[str]:
     """Return the names in a field, none for a regular expression or "all-linear" in target_modules."""
-    names = config.get(field) or []
+    names = config[field] or []
     if field == "target_modules" and isinstance(names, str):
         return []
     check(
@@ -523,8 +514,8 @@ def _ranks_and_scales(
     config: JsonObject, rows: Sequence[PeftMatrix]
 ) -> tuple[dict[str, int], dict[str, float]]:
     """Return ranks and factors of B x A that differ from r and lora_alpha, by matrix."""
-    r = config.get("r", RANK)
-    alpha = config.get("lora_alpha", 8)
+    r = config["r"]
+    alpha = config["lora_alpha"]
     ranks = _by_pattern(config, "rank_pattern", rows, r)
     alphas = _by_pattern(config, "alpha_pattern", rows, alpha)
     for field, rank in (("r", r), *(("rank_pattern", rank) for rank in ranks.values())):
@@ -537,7 +528,7 @@ def _ranks_and_scales(
         f"{CONFIG}: lora_alpha is 0, and alpha_pattern has other values: merge it with peft "
         "(merge_and_unload), and pass --from-hf the merged model",
     )
-    power = 0.5 if config.get("use_rslora") else 1.0
+    power = 0.5 if config["use_rslora"] else 1.0
     scales = {
         name: alphas[name] / ranks[name] ** power / (alpha / r**power) if alpha else 1.0
         for name in ranks
@@ -549,20 +540,19 @@ def _by_pattern(
     config: JsonObject, field: str, rows: Sequence[PeftMatrix], default: float
 ) -> dict[str, Any]:
     """Return the value of the first matching pattern, or the default, by matrix."""
-    patterns = config.get(field) or {}
+    patterns = config[field] or {}
     check(isinstance(patterns, dict), f"{CONFIG}: {field} is {patterns!r:.80}, not an object")
     values: dict[str, Any] = {}
     for pattern, value in patterns.items():
         match = _PATTERN.fullmatch(pattern)
-        check(
-            match is not None,
-            f"{CONFIG}: {field} has {pattern!r:.80}: write the name of a module, or its end",
-        )
+        if match is None:
+            raise ValueError(
+                f"{CONFIG}: {field} has {pattern!r:.80}: write the name of a module, or its end"
+            )
         check(
             _is_number(value),
             f"{CONFIG}: {field} has {value!r:.60} for {pattern!r:.80}, not a number",
         )
-        assert match is not None
         ending = match[2].replace("\\.", ".")
         found = [
             row.name
