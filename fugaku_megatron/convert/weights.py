@@ -29,6 +29,7 @@ Shapes = dict[str, tuple[int, ...]]  # by global name, whole tensors
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NO_ADAPTERS = LoraConfig()
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_MODULE = re.compile(r"mtp\.layers\.(\d+)\.(transformer_layer\.)?")
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,11 @@ def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 def layer_of(name: str) -> int | None:
     match = _LAYER.match(name)
     return int(match[1]) if match else None
+
+
+def as_layer(name: str, layers: int) -> str:
+    """Return the name of an MTP module's tensor in a layer behind the others, and other names as they are."""
+    return _MODULE.sub(lambda module: f"decoder.layers.{layers + int(module[1])}.", name)
 
 
 def predicts(name: str) -> bool:

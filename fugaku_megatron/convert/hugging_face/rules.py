@@ -102,18 +102,13 @@ HEADS = Rule(
 )
 
 
-def _window(config: JsonObject, default: int | None) -> int | None:
-    size: int | None = integer({"sliding_window": default, **config}, "sliding_window")
-    return size
-
-
 def window(default: int | None) -> Rule:
     """Convert sliding_window w: a token sees itself and w - 1 before it; null: all. default: if
     missing.
     """
 
     def read(config: JsonObject) -> JsonObject:
-        size = _window(config, default)
+        size = integer({"sliding_window": default, **config}, "sliding_window")
         kind = FULL if size is None else WINDOWED
         _check_layers(config, kind, default=kind)
         return {"window_size": None if size is None else f"{size - 1},0"}
@@ -194,7 +189,7 @@ def windows_by_layer(default: int | None, every: int | None = None) -> Rule:
         full = full_layers(config, default, every)
         if all(full):
             return {"window_size": None, "window_attn_skip_freq": None}
-        size = _window(config, default)
+        size = integer({"sliding_window": default, **config}, "sliding_window")
         if size is None:
             raise ValueError(
                 f"{FILE}: layer_types has {WINDOWED}, and sliding_window is null: correct one of them"
@@ -380,17 +375,13 @@ def _read_mlp_layers(config: JsonObject) -> JsonObject:
 
 def _write_mlp_layers(model: ModelConfig) -> JsonObject:
     kinds = ["sparse" if mlp == "experts" else "dense" for mlp in model.mlps]
-    first = model.mlps.index("experts") if dense_before_experts(model) else None
+    dense = kinds.count("dense")
+    first = None if "sparse" in kinds[:dense] else dense
     return {"mlp_layer_types": kinds, "first_k_dense_replace": first}
 
 
 # Layers with experts, by name; other programs read the number of dense layers before them.
 MLP_LAYERS = Rule(_read_mlp_layers, _write_mlp_layers, ("mlp_layer_types", "first_k_dense_replace"))
-
-
-def dense_before_experts(model: ModelConfig) -> bool:
-    mlps = list(model.mlps)
-    return "experts" not in mlps[: mlps.count(model.activation)]
 
 
 def _read_predictions(config: JsonObject) -> JsonObject:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from ...config.fields import check
 from ...config.model import ModelConfig
-from ..weights import layer_of, place_of, shapes
+from ..weights import as_layer, layer_of, place_of, shapes
 from .architectures import EMBEDDING_COPY, HEAD_COPY, OUTPUT, Architecture
 from .tensor_views import Arrangement
 
@@ -25,19 +24,12 @@ class TensorMapping:
     arranged: Arrangement
 
 
-_MODULE = re.compile(r"mtp\.layers\.(\d+)\.(transformer_layer\.)?")
-
-
 def tensor_mappings(architecture: Architecture, model: ModelConfig) -> dict[str, TensorMapping]:
     """Return all mappings by their names, in the order of our tensors."""
     found = {}
-
-    def behind(module: re.Match[str]) -> str:
-        return f"decoder.layers.{model.num_layers + int(module[1])}."
-
     for ours in shapes(model):
-        as_layer = _MODULE.sub(behind, ours)  # an MTP module is a layer behind the others
-        place, kind = place_of(as_layer)
+        name = as_layer(ours, model.num_layers)
+        place, kind = place_of(name)
         ending = f".{kind}"
         if f"{place}.{kind}" in architecture.places:  # a name of its own, without weight or bias
             place = f"{place}.{kind}"
@@ -46,8 +38,8 @@ def tensor_mappings(architecture: Architecture, model: ModelConfig) -> dict[str,
         names, arranged = architecture.places[place]
         prefix = "" if place == OUTPUT else architecture.prefix
         experts = range(model.num_experts or 1) if "{expert}" in names[0] else (0,)
-        for number, (expert, name) in enumerate(itertools.product(experts, names)):
-            theirs = name.format(layer_of(as_layer), expert=expert)
+        for number, (expert, each) in enumerate(itertools.product(experts, names)):
+            theirs = each.format(layer_of(name), expert=expert)
             found[f"{prefix}{theirs}{ending}"] = TensorMapping(ours, number, arranged)
     return found
 

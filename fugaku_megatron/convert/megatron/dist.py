@@ -34,6 +34,7 @@ from ...text.named_files import about
 from ...text.written_files import write_text
 from ..weights import (
     Weights,
+    as_layer,
     at_layer,
     check_elements,
     check_rest,
@@ -58,7 +59,6 @@ from .torch_dist import COMMON_STATE, DistFiles, DistWriter, GlobalPiece, Shape,
 
 TOKENIZER = "tokenizer"
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
-_MODULE_LAYER = re.compile(r"mtp\.layers\.(\d+)\.transformer_layer\.")
 _HYBRID_LAYER = re.compile(r"(?<=decoder\.layers\.)(\d+)(?=\.)")
 # Linear layers with extra state, of a layer with an MLP and with experts; Transformer Engine's have more.
 _EXPERTS = ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2")
@@ -293,9 +293,7 @@ class _Names:
 
         Transformer Engine has no such matmul for experts; a local GPTModel maps both norms.
         """
-        layer = layer_of(name)
-        if match := _MODULE_LAYER.match(name):
-            layer = self.model.num_layers + int(match[1])
+        layer = layer_of(as_layer(name, self.model.num_layers))
         if layer is None:
             return {}
         engine = self.form.transformer_engine or self.form.pattern is not None
