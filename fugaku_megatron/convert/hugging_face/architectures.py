@@ -20,7 +20,6 @@ from .rope_rules import (
     ROTARY,
     ROTARY_OF_TEXT,
     named_rotary,
-    no_rope_in_full_layers,
     rotary,
     rotary_by_layer,
 )
@@ -137,7 +136,7 @@ class Architecture:
 
     @property
     def embedding(self) -> str:
-        return f"{self.places[_WORD_EMBEDDINGS].names[0]}.weight"
+        return f"{self.prefix}{self.places[_WORD_EMBEDDINGS].names[0]}.weight"
 
     @property
     def with_stacked_experts(self) -> Architecture:
@@ -785,8 +784,7 @@ ARCHITECTURES = [
         defaults={"num_key_value_heads": 32},
         more=(
             _LARGER_EPSILON,
-            windows_by_layer(4096, every=4),
-            no_rope_in_full_layers(4096, every=4, without_windows=False),
+            windows_by_layer(4096, every=4, no_rope=False),
         ),
         only={"reorder_qk_norm": True},
         block={"qk_layernorm": True, "norm_placement": "post"},
@@ -836,8 +834,7 @@ ARCHITECTURES = [
         more=(
             Field("layer_norm_eps", "layernorm_epsilon", 1e-5),
             LOGIT_SCALE,
-            windows_by_layer(4096, every=4),
-            no_rope_in_full_layers(4096, every=4, without_windows=True),
+            windows_by_layer(4096, every=4, no_rope=True),
         ),
         head=tied(True),
         only=_NO_BIAS,

@@ -226,7 +226,7 @@ def _stored_names(
     others.
     """
     stored = {name: found for name in names if (found := _spelled(files, architecture, name))}
-    embedding = f"{architecture.prefix}{architecture.embedding}"
+    embedding = architecture.embedding
     head = architecture.head
     if embedding not in stored and head not in names and head in files.tensors:
         stored[embedding] = head  # one matrix for both, which some programs store under this name

@@ -218,17 +218,14 @@ def save_peft(weights: Weights, directory: Path) -> None:
 
 def _check_matrices(adapters: Adapters, rows: Sequence[PeftMatrix]) -> None:
     """Raise ValueError for an adapter of a matrix that the architecture stores otherwise."""
-    targets: dict[str, set[str]] = {}
-    for row in rows:
-        linear = linear_of(row.ours)
-        targets.setdefault(linear, {linear}).add(row.target)
-    for linear, known in targets.items():
-        other = [name for name in adapters.lora.parts(linear, adapters.model) if name not in known]
-        check(
-            linear != IN_PROJ or not other,
-            f"--to-peft: {''.join(other[:1])} is no matrix of this model's files, which have "
-            f"{', '.join(sorted(known - {linear}))}: train those with --lora-target, or {linear}",
-        )
+    known = {row.target for row in rows if linear_of(row.ours) == IN_PROJ}
+    names = adapters.lora.parts(IN_PROJ, adapters.model) if known else ()
+    other = [name for name in names if name not in {*known, IN_PROJ}]
+    check(
+        not other,
+        f"--to-peft: {''.join(other[:1])} is no matrix of this model's files, which have "
+        f"{', '.join(sorted(known - {IN_PROJ}))}: train those with --lora-target, or {IN_PROJ}",
+    )
 
 
 def _pair(adapters: Adapters, row: PeftMatrix) -> tuple[Tensor, Tensor]:

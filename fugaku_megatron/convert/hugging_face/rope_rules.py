@@ -265,22 +265,6 @@ def named_rotary(scaled: JsonObject) -> Rule:
     )
 
 
-def no_rope_in_full_layers(default: int, every: int, without_windows: bool) -> Rule:
-    """Read which layers are not rotated: layers without a window.
-
-    default, every: as in `windows_by_layer`
-    without_windows: also in a model without any window
-    """
-
-    def read(config: JsonObject) -> JsonObject:
-        full = full_layers(config, default, every)
-        if config.get("sliding_window", default) is None and not without_windows:
-            full = [False] * len(full)
-        return {"no_rope_freq": layer_pattern_of(full, of_rope=True)}
-
-    return Rule(read)
-
-
 def _read_no_rope_layers(config: JsonObject) -> JsonObject:
     layers = layer_count(config)
     rotated = config.get("no_rope_layers")  # 1: rotated

@@ -178,26 +178,31 @@ def layer_pattern_of(exceptions: list[bool], of_rope: bool = False) -> str | Non
     return _list(exception == of_rope for exception in exceptions)
 
 
-def windows_by_layer(default: int | None, every: int | None = None) -> Rule:
+def windows_by_layer(
+    default: int | None, every: int | None = None, no_rope: bool | None = None
+) -> Rule:
     """Convert sliding_window and layer_types.
 
     default: sliding_window if missing
     every: without layer_types, every Nth layer has no window; None: all layers have one, or none
+    no_rope: layers without a window are not rotated; True: also in a model without any window
     """
 
     def read(config: JsonObject) -> JsonObject:
+        config = {"sliding_window": default, **config}
         full = full_layers(config, default, every)
-        if all(full):
-            return {"window_size": None, "window_attn_skip_freq": None}
-        size = integer({"sliding_window": default, **config}, "sliding_window")
-        if size is None:
-            raise ValueError(
-                f"{FILE}: layer_types has {WINDOWED}, and sliding_window is null: correct one of them"
-            )
-        return {
-            "window_size": f"{size - 1},0",
-            "window_attn_skip_freq": layer_pattern_of(full),
-        }
+        values: JsonObject = {}
+        if not all(full):
+            size = integer(config, "sliding_window")
+            if size is None:
+                raise ValueError(
+                    f"{FILE}: layer_types has {WINDOWED}, and sliding_window is null: correct one of them"
+                )
+            values["window_size"] = f"{size - 1},0"
+            values["window_attn_skip_freq"] = layer_pattern_of(full)
+        if no_rope or no_rope is not None and config["sliding_window"] is not None:
+            values["no_rope_freq"] = layer_pattern_of(full, of_rope=True)
+        return values
 
     def write(model: ModelConfig) -> JsonObject:
         kinds = [FULL if kind.window is None else WINDOWED for kind in model.layer_kinds]

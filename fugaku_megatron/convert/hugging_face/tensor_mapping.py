@@ -46,9 +46,8 @@ def tensor_mappings(architecture: Architecture, model: ModelConfig) -> dict[str,
 
 def copies(architecture: Architecture, model: ModelConfig) -> dict[str, str]:
     """Return the names of each MTP module's word embedding and head, and the names of the model's."""
-    embedding = f"{architecture.prefix}{architecture.embedding}"
-    head = embedding if model.tied else architecture.head
-    originals = {EMBEDDING_COPY: embedding, HEAD_COPY: head}
+    head = architecture.embedding if model.tied else architecture.head
+    originals = {EMBEDDING_COPY: architecture.embedding, HEAD_COPY: head}
     return {
         f"{architecture.prefix}{name.format(model.num_layers + module)}": original
         for module in range(model.predictions)
