@@ -139,9 +139,6 @@ def check_fields(architecture: Architecture, config: JsonObject) -> None:
         )
 
 
-_DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-
-
 # Values of quant_method.
 OF_FP8 = "fp8"
 OF_MXFP4 = "mxfp4"
@@ -257,5 +254,6 @@ def config_of(
     config |= {"architectures": [architecture.name], "model_type": architecture.model_type}
     if len(dtypes) == 1:
         names = [name for name in ("torch_dtype", "dtype") if name in before]
-        config |= dict.fromkeys(names or ["torch_dtype"], _DTYPE_NAMES.get(*dtypes))
+        (dtype,) = dtypes
+        config |= dict.fromkeys(names or ["torch_dtype"], str(dtype).removeprefix("torch."))
     return config

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import replace
 
 from ...config.fields import check, is_off
 from ...config.model import ModelConfig, yarn_growth
@@ -74,12 +73,14 @@ def rotary(
     share: float | None = None,
     kinds: Collection[str] = SCALINGS,
     names: tuple[str, str] = ("rope_theta", "partial_rotary_factor"),
+    ignored: Collection[str] = (),
 ) -> Rule:
     """Convert rope.
 
     share: default rotated share per head; None: whole heads only
     kinds: supported scalings
     names: base and share outside rope_parameters
+    ignored: names in rope_parameters without an effect here
     """
 
     def read(config: JsonObject) -> JsonObject:
@@ -88,7 +89,7 @@ def rotary(
             for ours, theirs in zip(("rope_theta", "partial_rotary_factor"), names)
             if theirs in config
         }
-        return _read_rope({**config, **given}, share, kinds)
+        return _read_rope({**config, **given}, share, kinds, ignored=ignored)
 
     def write(model: ModelConfig) -> JsonObject:
         partial = {} if share is None else {names[1]: model.rotary_percent}
@@ -98,7 +99,11 @@ def rotary(
 
 
 def _read_rope(
-    config: JsonObject, share: float | None, kinds: Collection[str], latent: bool = False
+    config: JsonObject,
+    share: float | None,
+    kinds: Collection[str],
+    latent: bool = False,
+    ignored: Collection[str] = (),
 ) -> JsonObject:
     """Read rope_scaling, or else transformers 5's rope_parameters; their base precedes rope_theta.
 
@@ -113,7 +118,7 @@ def _read_rope(
     )
     for name, value in rope.items():
         check(
-            name in ROPE_NAMES or is_off(value),
+            name in ROPE_NAMES or name in ignored or is_off(value),
             f"{FILE}: rope_parameters has {name}, which is {value!r:.60} and may change the model: "
             "remove it if it does not",
         )
@@ -221,21 +226,8 @@ def _write_latent_rope(model: ModelConfig) -> JsonObject:
 # Rope of the rotated elements of latent attention, as transformers' DeepSeek-V2 and V3 have it.
 LATENT_ROTARY = Rule(_read_latent_rope, _write_latent_rope, ROPE_FIELDS)
 
-_OF_IMAGES = ("mrope_section", "mrope_interleaved")  # positions of a text are equal in each section
-
-_QUARTER = rotary(0.25, _FIXED)
-
-
-def _read_rotary_of_text(config: JsonObject) -> JsonObject:
-    rope = config.get("rope_parameters")
-    if isinstance(rope, dict):
-        kept = {name: value for name, value in rope.items() if name not in _OF_IMAGES}
-        config = {**config, "rope_parameters": kept}
-    return _QUARTER.read(config)
-
-
-# Rope of a text in a model that also rotates by the places in images.
-ROTARY_OF_TEXT = replace(_QUARTER, read=_read_rotary_of_text)
+# Rope of a text in a model that also rotates by the places in images: positions of a text are equal in each section.
+ROTARY_OF_TEXT = rotary(0.25, _FIXED, ignored=("mrope_section", "mrope_interleaved"))
 
 
 def _rope_parameters(model: ModelConfig) -> JsonObject:
