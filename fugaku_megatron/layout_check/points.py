@@ -16,7 +16,7 @@ from ..config.run_config import RunConfig
 from ..costs.stages import stage_layers
 from .shrink import ITERATIONS
 
-# Kinds of tensors, in the order in which an iteration makes them.
+# Kinds of tensors.
 USED = "weight used"
 FORWARD = "output"
 LOSS = "loss"
@@ -31,22 +31,6 @@ UPDATE = "update"
 GATHERED = "weight after the update"
 CHECKPOINT = "checkpoint"
 LOADED = "loaded checkpoint"
-KINDS = (
-    USED,
-    FORWARD,
-    LOSS,
-    BACKWARD,
-    LOCAL,
-    REDUCED,
-    NORM,
-    STATE,
-    SCALE,
-    MOMENT,
-    UPDATE,
-    GATHERED,
-    CHECKPOINT,
-    LOADED,
-)
 OF_ACTIVATIONS = (FORWARD, BACKWARD)
 _BACKWARDS = (BACKWARD, LOCAL, REDUCED)
 
@@ -63,6 +47,24 @@ FINAL_NORM = "decoder.final_layernorm"
 NARROW_PROJECTIONS = tuple(f"{ATTENTION}.{name}" for name in replicated())
 HEAD_PROJECTIONS = tuple(dict.fromkeys(f"{ATTENTION}.{name}" for name in head_projections()))
 SITES = (INPUT_NORM, *NARROW_PROJECTIONS, *HEAD_PROJECTIONS, CORE, ATTENTION, MLP_NORM, MLP, LAYER)
+
+# Kinds in the order in which an iteration makes them -> what such a tensor is computed from, see `neighbour`.
+KINDS = {
+    USED: "the weights of the update before",
+    FORWARD: "the tokens",
+    LOSS: f"the output of {FINAL_NORM}",
+    BACKWARD: "the loss",
+    LOCAL: "the gradients of activations",
+    REDUCED: "the weight gradients of every rank",
+    NORM: "the weight gradients",
+    STATE: "the gradient norm",
+    SCALE: "the weight gradients and their norm",
+    MOMENT: "the weight gradients and their norm",
+    UPDATE: "the moments",
+    GATHERED: "the update",
+    CHECKPOINT: "the weights and moments in memory",
+    LOADED: "the checkpoint",
+}
 
 # Iteration -> the origin of its weights, if not the update before.
 SOURCES = {1: "the seed", ITERATIONS: "the loaded checkpoint"}
@@ -108,7 +110,7 @@ class Point(NamedTuple):
         place = _place(self.name)
         if self.kind in _BACKWARDS:
             place = -place
-        return self.iteration, KINDS.index(self.kind), place, self.sample, self.name
+        return self.iteration, [*KINDS].index(self.kind), place, self.sample, self.name
 
     def __str__(self) -> str:
         text = f"{self.kind} of {self.name}" if self.name else self.kind
@@ -147,26 +149,13 @@ def _place(name: str) -> int:
 def neighbour(point: Point, outputs: Iterable[str]) -> str:
     """Describe the tensor that the point's tensor is computed from. outputs: names of recorded modules"""
     names = sorted(outputs, key=_place)
-    if point.kind == FORWARD:
-        index = names.index(point.name)
-        return f"the output of {names[index - 1]}" if index else "the tokens"
-    if point.kind == BACKWARD:
-        index = names.index(point.name)
-        return f"the gradient of {names[index + 1]}" if index + 1 < len(names) else "the loss"
-    return {
-        USED: SOURCES.get(point.iteration, "the weights of the update before"),
-        LOSS: f"the output of {FINAL_NORM}",
-        LOCAL: "the gradients of activations",
-        REDUCED: "the weight gradients of every rank",
-        NORM: "the weight gradients",
-        STATE: "the gradient norm",
-        SCALE: "the weight gradients and their norm",
-        MOMENT: "the weight gradients and their norm",
-        UPDATE: "the moments",
-        GATHERED: "the update",
-        CHECKPOINT: "the weights and moments in memory",
-        LOADED: "the checkpoint",
-    }[point.kind]
+    if point.kind == FORWARD and point.name != names[0]:
+        return f"the output of {names[names.index(point.name) - 1]}"
+    if point.kind == BACKWARD and point.name != names[-1]:
+        return f"the gradient of {names[names.index(point.name) + 1]}"
+    if point.kind == USED and point.iteration in SOURCES:
+        return SOURCES[point.iteration]
+    return KINDS[point.kind]
 
 
 @dataclass(frozen=True)
