@@ -31,6 +31,8 @@ _COMPUTED = (
     "query_groups",
     "yarn_attention_factor",
 )
+# Values that mean the same as no value.
+_NEUTRAL = {"moe_router_topk_scaling_factor": 1.0, "moe_router_num_groups": 1}
 _SPELLINGS = frozenset(
     {
         *_LAYERS,
@@ -100,7 +102,10 @@ def _meaning(model: ModelConfig) -> FieldValues:
         described = each.name in saved and each.name not in _SPELLINGS
         if described and all(need.is_met(run) for need in each.needs):
             values[each.name] = saved[each.name]
-    return values
+    neutral = {name for name, value in _NEUTRAL.items() if values.get(name) == value}
+    if "moe_router_num_groups" in neutral:
+        neutral.add("moe_router_group_topk")
+    return values | dict.fromkeys(neutral)
 
 
 def with_block(saved: FieldValues) -> FieldValues:

@@ -346,6 +346,26 @@ def test_a_value_that_no_field_can_say_fits_no_architecture():
         assert not any(row.fits(replace(model, **changes)) for row in ARCHITECTURES)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"moe_router_topk_scaling_factor": 1.0},
+        {"moe_router_num_groups": 1, "moe_router_group_topk": 1},
+    ],
+)
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen3_moe", "deepseek_v3"])
+def test_a_value_of_experts_that_changes_nothing_fits(family, changes):
+    row = next(row for row in ARCHITECTURES if row.model_type == family)
+    model = read_config(short_config(row))[1]
+    assert row.fits(replace(model, **changes))
+
+
+def test_a_value_of_another_family_changes_nothing():
+    model = read_config(short_config(LLAMA))[1]
+    model = replace(model, use_rope_scaling=True, mscale_all_dim=1.0)
+    assert LLAMA in [row for row in ARCHITECTURES if row.fits(model)]
+
+
 def test_rope_scaling_next_to_rope_parameters_wins():
     config = {**short_config(LLAMA), "rope_theta": 5e5}
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}

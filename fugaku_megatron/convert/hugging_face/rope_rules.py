@@ -219,7 +219,7 @@ def _write_latent_rope(model: ModelConfig) -> JsonObject:
         scaling["mscale_all_dim"] = model.mscale_all_dim
         if model.mscale:
             scaling["mscale"] = model.mscale
-            del scaling["attention_factor"]
+            scaling.pop("attention_factor", None)  # which only yarn has
     return written
 
 
