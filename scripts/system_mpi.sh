@@ -19,6 +19,10 @@ export MPICC
 
 WORK=$(mktemp -d)
 trap 'rm -rf "$WORK"' EXIT
+# Open MPI 5's wrapper asks who the user is.
+: >"$WORK/empty.c"
+"$MPICC" -c "$WORK/empty.c" -o "$WORK/empty.o" >&2 ||
+    fail "$MPICC does not compile an empty file, see above (Open MPI 5 needs HOME for a user whose number has no name)"
 # A file with a name: Open MPI's wrapper adds its include folders to no other command line.
 echo '#include <mpi.h>' >"$WORK/header.c"
 "$MPICC" -c "$WORK/header.c" -o "$WORK/header.o" >/dev/null 2>&1 || fail "$MPICC does not find mpi.h: $INSTALL"

@@ -45,7 +45,8 @@ case "$*" in
 esac
 """
 WRAPPERS = {
-    "broken": "#!/bin/sh\necho 'mpi.h: No such file or directory' >&2\nexit 1\n",
+    "lame": "#!/bin/sh\necho 'opal_init failed' >&2\nexit 1\n",
+    "broken": "#!/bin/sh\ncase \"$*\" in *empty.c*) exit 0 ;; esac\necho 'mpi.h: No such file' >&2\nexit 1\n",
     # Open MPI's wrapper adds its include folders only if a file is named.
     "working": "#!/bin/sh\ncase \"$*\" in *.c*) ;; *) echo 'mpi.h: No such file' >&2; exit 1 ;; esac\n",
 }
@@ -119,6 +120,7 @@ def stamp(folder: Path) -> str:
     ("mpicc", "fails", "message"),
     [
         (None, "", "no mpicc is on the PATH: load the module of your MPI, or install"),
+        ("lame", "", "mpicc does not compile an empty file, see above (Open MPI 5 needs HOME"),
         ("broken", "", "mpicc does not find mpi.h: load the module of your MPI, or install"),
         ("working", " wheel ", "mpi4py cannot be built with"),
         (
