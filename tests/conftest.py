@@ -196,6 +196,12 @@ def same_environment_variables():
     assert variables() == before
 
 
+@pytest.fixture(scope="module", autouse=True)
+def denormal_numbers():
+    """Undo what training in this process has switched on: hypothesis draws no numbers where small ones become zero."""
+    torch.set_flush_denormal(False)
+
+
 def installed(name: str) -> launch.MPI:
     """Return an MPI, or skip the test with the reason why it is missing."""
     found = launch.FIND[name]()
