@@ -46,9 +46,9 @@ def target(name: str) -> Iterator[None]:
 
 def instruction_set() -> str:
     """Return the target in use for a log line, and faster targets that the operating system refuses or the build left out."""
-    rows = targets()
-    fastest = [row for row in rows if not row["name"].endswith("_emulated")]
-    faster = fastest[[row["name"] for row in fastest].index(active()) + 1 :]
+    rows = [row for row in targets() if not row["name"].endswith("_emulated")]
+    slower = [row["name"] for row in rows]
+    faster = rows[slower.index(active()) + 1 :] if active() in slower else []
     unused = [
         row for row in faster if row["reason"].startswith(("the operating system", "left out"))
     ]

@@ -88,6 +88,8 @@ def test_the_start_up_line_says_what_the_system_refuses(monkeypatch):
         lambda: [{"name": name, "reason": reason} for name, reason in reasons.items()],
     )
     assert kernels.instruction_set() == f"{kernels.active()}; amx next is not used: {refusal}"
+    monkeypatch.setattr(kernels, "active", lambda: "amx_emulated")
+    assert kernels.instruction_set() == "amx_emulated"
 
 
 def test_environment_chooses_the_target_and_torch_is_imported_first():
