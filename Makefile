@@ -21,6 +21,7 @@ OTHER_TORCH := 2.9.1/1.24.0 2.15.0/2.4.6
 COMMIT := $(shell printf %d 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 0))
 SHARES ?= 16
 DOCS_SHARES ?= 1
+FULL_SHARES ?= 1
 ONE_TORCH ?=
 SHARE := $(or $(SHARE),$(COMMIT)/$(SHARES))
 MANY := 4
@@ -41,7 +42,7 @@ help:
 	@echo "make kernels  compile the C++ kernels for all CPUs of this machine type (TARGET=avx512: for this row of TARGETS in setup.py alone)"
 	@echo "make docs    set up, then run every command of README.md and docs/, and the examples (5 minutes; DOCS_SHARES=3: a third)"
 	@echo "make site    write the documentation site into site/; needs neither the kernels nor MPI (Python 3.11.5 or newer)"
-	@echo "make test-full     the long jobs and the combinations of layouts, schedules and flags that make test leaves out (SHARE=0/1: all)"
+	@echo "make test-full     the long jobs and the combinations of layouts, schedules and flags that make test leaves out (SHARE=0/1: all cases; FULL_SHARES=2: half of the tests)"
 	@echo "make test-targets  kernels, layouts and model families on every vector target of this CPU (SHARE=0/1: all cases)"
 	@echo "make test-slow     the tests that install an environment of their own or need more packages (a real Slurm if it is installed)"
 	@echo "make test-openmpi  the tests of MPI jobs under Open MPI"
@@ -200,7 +201,7 @@ tested: setup lint
 	$(PYTEST) --durations=30 --share $(SHARE) --share-from $(MANY) -m "not (slow or docs or full or arm)"
 
 test-full: setup $(STAMPS)/$(TESTED_KERNELS) $(STAMPS)/test-packages
-	$(PYTEST) --durations=30 --share $(SHARE) -m full
+	$(PYTEST) --durations=30 --share $(SHARE) --share-tests $(shell echo $$(($(COMMIT) / 32)))/$(FULL_SHARES) -m full
 
 # The kernel tests choose their targets themselves. With the rows that other CPUs run, whose symbols test_dispatch.py checks.
 test-targets: setup $(STAMPS)/kernels $(STAMPS)/test-packages

@@ -51,6 +51,13 @@ def pytest_addoption(parser):
         help="of each test's cases only every M-th, from the N-th on (N from 0)",
     )
     parser.addoption(
+        "--share-tests",
+        type=share,
+        default=(0, 1),
+        metavar="N/M",
+        help="of these tests only every M-th, from the N-th on",
+    )
+    parser.addoption(
         "--share-from",
         type=int,
         default=2,
@@ -139,7 +146,7 @@ def marked(item, name):
 
 
 class OneShare:
-    """Deselects the cases of other shares, after -m and -k. A test with fewer cases than shares keeps one of them.
+    """Deselects the tests and cases of other shares, after -m and -k. A test with fewer cases than shares keeps one of them.
 
     A unit test that is not marked full keeps all: thousands of its cases take the seconds of a few jobs.
     """
@@ -147,8 +154,10 @@ class OneShare:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config, items):
         number, total = config.getoption("--share")
+        first, step = config.getoption("--share-tests")
         many = config.getoption("--share-from")
         cases = Counter(item.nodeid.partition("[")[0] for item in items)
+        chosen = set(list(cases)[first::step])
         seen = Counter()
         kept = []
         left_out = []
@@ -156,7 +165,7 @@ class OneShare:
             test = item.nodeid.partition("[")[0]
             is_whole = cases[test] < many or (marked(item, "unit") and not marked(item, "full"))
             period = 1 if is_whole else min(total, cases[test])
-            is_kept = seen[test] % period == number % period
+            is_kept = test in chosen and seen[test] % period == number % period
             (kept if is_kept else left_out).append(item)
             seen[test] += 1
         items[:] = sorted(kept, key=lambda item: item.path not in LONGEST)
