@@ -187,6 +187,9 @@ format: $(STAMPS)/test-packages
 # where Python is told to write none.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal
 
+# FULL_SHARES=2: half of the tests marked full, which the commit chooses.
+LONG_TESTS = --share-tests $(shell echo $$(($(COMMIT) / 32)))/$(FULL_SHARES)
+
 # What an edit needs: the kernels on the best target of this CPU, a narrow matrix of layouts, one MPI job.
 check: setup lint
 	$(PYTEST) --best-target -m "(unit or kernels or smoke) and not (slow or docs or full)"
@@ -201,7 +204,7 @@ tested: setup lint
 	$(PYTEST) --durations=30 --share $(SHARE) --share-from $(MANY) -m "not (slow or docs or full or arm)"
 
 test-full: setup $(STAMPS)/$(TESTED_KERNELS) $(STAMPS)/test-packages
-	$(PYTEST) --durations=30 --share $(SHARE) --share-tests $(shell echo $$(($(COMMIT) / 32)))/$(FULL_SHARES) -m full
+	$(PYTEST) --durations=30 --share $(SHARE) $(LONG_TESTS) -m "full and not arm"
 
 # The kernel tests choose their targets themselves. With the rows that other CPUs run, whose symbols test_dispatch.py checks.
 test-targets: setup $(STAMPS)/kernels $(STAMPS)/test-packages
@@ -308,7 +311,7 @@ arm-ext: arm-env $(STAMPS)/$(TESTED_KERNELS)
 	@$(BIN)/python -m tools.arm_env extension
 
 test-arm: arm-ext
-	$(PYTEST) --durations=12 --dist loadfile --share $(SHARE) --share-from $(MANY) tests/arm \
+	$(PYTEST) --durations=12 --dist loadfile --share $(SHARE) --share-from $(MANY) $(LONG_TESTS) -m "not (slow or docs)" tests/arm \
 	    tests/kernels/test_dispatch.py::test_target_flags_stay_in_their_namespace
 
 arm-codegen: setup

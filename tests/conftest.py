@@ -55,7 +55,7 @@ def pytest_addoption(parser):
         type=share,
         default=(0, 1),
         metavar="N/M",
-        help="of these tests only every M-th, from the N-th on",
+        help="of the tests marked full only every M-th, from the N-th on",
     )
     parser.addoption(
         "--share-from",
@@ -157,7 +157,10 @@ class OneShare:
         first, step = config.getoption("--share-tests")
         many = config.getoption("--share-from")
         cases = Counter(item.nodeid.partition("[")[0] for item in items)
-        chosen = set(list(cases)[first::step])
+        long = dict.fromkeys(
+            item.nodeid.partition("[")[0] for item in items if marked(item, "full")
+        )
+        left_to_others = {*long} - {*list(long)[first::step]}
         seen = Counter()
         kept = []
         left_out = []
@@ -165,7 +168,7 @@ class OneShare:
             test = item.nodeid.partition("[")[0]
             is_whole = cases[test] < many or (marked(item, "unit") and not marked(item, "full"))
             period = 1 if is_whole else min(total, cases[test])
-            is_kept = test in chosen and seen[test] % period == number % period
+            is_kept = test not in left_to_others and seen[test] % period == number % period
             (kept if is_kept else left_out).append(item)
             seen[test] += 1
         items[:] = sorted(kept, key=lambda item: item.path not in LONGEST)

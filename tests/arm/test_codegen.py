@@ -198,6 +198,7 @@ def test_kernels_for_amx_pass_the_gate():
 
 
 @builds.needs_compiler
+@pytest.mark.full
 def test_kernels_pass_the_gate():
     printed = gate("arm")
     print(printed)

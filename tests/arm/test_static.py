@@ -70,6 +70,7 @@ def test_builds_for_another_vector_length_or_with_bf16_are_refused(printed):
         assert "sve256bf16 not run: this CPU has no svebf16" in text.splitlines()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target", ["sve512", pytest.param("amx_emulated", marks=pytest.mark.slow)])
 def test_no_memory_error_or_undefined_behaviour(tmp_path, target):
     arm = target.startswith("sve")
