@@ -56,7 +56,7 @@ help:
 	@echo "make hub-kernel  make wheels, then a folder that the kernels library of Hugging Face loads, in dist/kernel/"
 	@echo "make sdist   write the archive of the sources, and the recipes of EasyBuild and Spack with its checksum, into dist/release/"
 	@echo "make release  check version, changelog and tree, then build archive, recipes, wheels and dist/SHA256SUMS; publishes nothing"
-	@echo "make test-release  what a release must pass besides .ci/run: builds that repeat, make wheel-test, clean roots of Debian (hours)"
+	@echo "make test-release  what a release must pass besides .ci/run: builds that repeat, make wheel-test, clean roots of Debian (an hour)"
 	@echo "make wheel-test  pip install . in an empty environment, then train with nothing else (some minutes)"
 	@echo "make setup-test  fresh clones that train after MPI=system failed, and with Debian's Open MPI and MPICH (10 minutes)"
 	@echo "make bench   set up, then measure kernels and the step against torch (about 5 minutes; alone on the machine); JSON in bench/"
