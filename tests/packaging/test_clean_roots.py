@@ -85,7 +85,7 @@ def test_make_train(folder, release, name):
     [
         ("bookworm", "nobody", OPEN_MPI, "Open MPI"),
         ("bookworm", "root", MPICH, "MPICH"),
-        # Debian 13's mpiexec, of Open MPI and of MPICH, starts no MPI program of a number without a name.
+        # Debian 13's Open MPI and MPICH start no program of a number without a name and HOME.
         ("trixie", "nobody", OPEN_MPI, "Open MPI"),
         ("trixie", "nobody", MPICH, "MPICH"),
     ],
