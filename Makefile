@@ -187,7 +187,7 @@ format: $(STAMPS)/test-packages
 # where Python is told to write none.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal
 
-# FULL_SHARES=2: half of the tests marked full, which the commit chooses.
+# FULL_SHARES=2: half of the tests marked full. The commit chooses by other digits than for SHARE, or a half had the same cases always.
 LONG_TESTS = --share-tests $(shell echo $$(($(COMMIT) / 32)))/$(FULL_SHARES)
 
 # What an edit needs: the kernels on the best target of this CPU, a narrow matrix of layouts, one MPI job.

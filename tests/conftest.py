@@ -145,6 +145,11 @@ def marked(item, name):
     return item.get_closest_marker(name) is not None
 
 
+def test_of(item):
+    """Return the name of an item's test, without its case."""
+    return item.nodeid.partition("[")[0]
+
+
 class OneShare:
     """Deselects the tests and cases of other shares, after -m and -k. A test with fewer cases than shares keeps one of them.
 
@@ -156,16 +161,14 @@ class OneShare:
         number, total = config.getoption("--share")
         first, step = config.getoption("--share-tests")
         many = config.getoption("--share-from")
-        cases = Counter(item.nodeid.partition("[")[0] for item in items)
-        long = dict.fromkeys(
-            item.nodeid.partition("[")[0] for item in items if marked(item, "full")
-        )
-        left_to_others = {*long} - {*list(long)[first::step]}
+        cases = Counter(map(test_of, items))
+        long = [*dict.fromkeys(test_of(item) for item in items if marked(item, "full"))]
+        left_to_others = set(long) - set(long[first::step])
         seen = Counter()
         kept = []
         left_out = []
         for item in items:
-            test = item.nodeid.partition("[")[0]
+            test = test_of(item)
             is_whole = cases[test] < many or (marked(item, "unit") and not marked(item, "full"))
             period = 1 if is_whole else min(total, cases[test])
             is_kept = test not in left_to_others and seen[test] % period == number % period

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -204,32 +203,36 @@ def marked_layers(name: str, text: str, layers: int) -> tuple[bool, ...]:
     return found
 
 
-def _value(node: ast.expr) -> int | list[int]:
+def _value(node: ast.expr) -> int | Sequence[int]:
     """Evaluate integers, integer lists, and their sums and repetitions. Raises ValueError for other
     code.
     """
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
-    sides: list[ast.expr] = []
     if isinstance(node, ast.List):
-        sides = node.elts
-    elif isinstance(node, ast.BinOp):
-        sides = [node.left, node.right]
-    values = [_value(side) for side in sides]
-    numbers = [value for value in values if isinstance(value, int)]
-    lists = [value for value in values if isinstance(value, list)]
-    layers = sum(map(len, lists))
-    if isinstance(node, ast.List) and not lists:
-        return numbers
-    operator = getattr(node, "op", None)
-    if isinstance(operator, ast.Add) and not lists:
-        return sum(numbers)
-    if isinstance(operator, ast.Add) and not numbers and layers <= MAX_PATTERN:
-        return [*chain(*lists)]
-    if (
-        isinstance(operator, ast.Mult)
-        and len(numbers) == 1
-        and 0 <= layers * numbers[0] <= MAX_PATTERN
-    ):
-        return lists[0] * numbers[0]
+        numbers = [_value(element) for element in node.elts]
+        if all(isinstance(number, int) for number in numbers):
+            return [number for number in numbers if isinstance(number, int)]
+    if isinstance(node, ast.BinOp):
+        combined = _combined(node.op, _value(node.left), _value(node.right))
+        if combined is not None:
+            return combined
     raise ValueError(ast.dump(node))
+
+
+def _combined(
+    operator: ast.operator, left: int | Sequence[int], right: int | Sequence[int]
+) -> int | list[int] | None:
+    """Return the sum of two numbers or lists, or the repetition of a list; None if it is neither or too long."""
+    if isinstance(left, int):
+        left, right = right, left
+    if isinstance(left, int):
+        if isinstance(operator, ast.Add) and isinstance(right, int):
+            return left + right
+        return None
+    if isinstance(right, int):
+        if isinstance(operator, ast.Mult) and 0 <= len(left) * right <= MAX_PATTERN:
+            return list(left) * right
+    elif isinstance(operator, ast.Add) and len(left) + len(right) <= MAX_PATTERN:
+        return [*left, *right]
+    return None

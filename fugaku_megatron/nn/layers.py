@@ -297,9 +297,8 @@ class LinearLayer(Layer):
         rows = (*experts, *outputs)
         dims = {OUTPUTS: len(rows) - 1, INPUTS: len(rows), None: None}
         std = model.init_method_std
-        if (
-            divided == INPUTS
-        ):  # smaller, because it writes to the residual stream, as in Megatron-LM
+        # Smaller where it writes to the residual stream, as in Megatron-LM.
+        if divided == INPUTS:
             std = float(std / model.residual_parts**0.5)
         make = partial(context.parameter, experts=bool(experts))
         self.weight = make(
