@@ -249,7 +249,7 @@ faults-short: setup $(STAMPS)/test-packages
 	$(BIN)/python -m tests.campaigns.faults --count $(FAULTS_SHORT) --seed $(FAULTS_SEED) --workers 3
 
 faults: setup $(STAMPS)/test-packages
-	$(BIN)/python -m tests.campaigns.faults --count $(FAULTS) --seed $(FAULTS_SEED) --json faults.json --resume --workers 3 --write
+	$(BIN)/python -m tests.campaigns.faults --count $(FAULTS) --seed $(FAULTS_SEED) --results faults.jsonl --workers 3 --write
 
 wheel: setup
 	$(PIP) wheel --no-deps --wheel-dir dist .

@@ -10,7 +10,6 @@ from fugaku_megatron.observe.export.hours import HOURS, read_hours
 from fugaku_megatron.observe.log.effective_time import effective_time
 from fugaku_megatron.planner.fault_costs import SAVE
 from fugaku_megatron.planner.fault_model import TRAINING, Faults, expected, with_intervals
-from tests.campaigns import reliability_page
 from tests.campaigns.faults import jobs
 from tests.campaigns.rehearsal import __main__ as rehearsal
 from tests.campaigns.rehearsal.job import Disturbed
@@ -41,23 +40,3 @@ def test_every_second_of_a_disturbed_job_has_a_cause(tmp_path):
     faults = Faults(1, 60.0, {"process": 1.0, "node": 0.0, "wide": 0.0})
     best = with_intervals(costs.strategies()[0], faults, costs.pace)
     assert best[0][0].interval >= 1 and 0 < expected(best, faults, costs.pace)[TRAINING] < 1
-
-
-def test_the_document_has_a_place_for_the_table():
-    text = reliability_page.DOCUMENT.read_text()
-    begin, end = reliability_page.marks("rehearsal")
-    assert begin in text and end in text
-
-
-@pytest.mark.parametrize(
-    "words, answer",
-    [
-        (["--count", "0"], "--count 0 --calibrate 12: give at least 1"),
-        (["--mtbf-seconds", "-1"], "--mtbf-seconds -1.0: give a number above 0"),
-        (["--stops", "2"], "--stops 2.0: give a share from 0 to 1"),
-    ],
-)
-def test_mistakes_are_one_line(words, answer, capsys):
-    assert rehearsal.main(words) == 2
-    message = capsys.readouterr().err
-    assert message.count("\n") == 1 and answer in message

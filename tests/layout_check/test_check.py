@@ -46,7 +46,7 @@ from fugaku_megatron.run.assemble import build_trainer
 from fugaku_megatron.run.check_layout import differing_libraries
 from fugaku_megatron.training import checkpoints, step, trainer
 from fugaku_megatron.training.micro_batches import MicroBatch, MicroBatchWindow
-from tests.campaigns.mutants.layouts import MOMENTS_IN_INT8
+from tests.checks.moments import EIGHT as MOMENTS_IN_INT8
 from tests.helpers import DROPOUT, lay_out
 from tests.llama_models import DELTA_LAYERS, LATENT
 from tests.threads import ThreadWorld

@@ -8,7 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,10 @@ class Outcome:
     def right(self) -> bool:
         return not (self.lost or self.different or self.unnamed or self.traceback)
 
-    def record(self) -> dict[str, Any]:
-        return asdict(self)
+    @staticmethod
+    def of(record: dict[str, Any]) -> Outcome:
+        """Return the outcome in a record of a campaign, which has more."""
+        return Outcome(**{each.name: record[each.name] for each in fields(Outcome)})
 
 
 class TooLate(Exception):

@@ -3,26 +3,21 @@
     python -m tests.campaigns.memory --count 60 --seed 1 --results memory.jsonl --write   the table of docs/reliability.md
     python -m tests.campaigns.memory --count 5 --seed 1 --first 20                        these kills again
 
-Runs take five kills each, in all layouts in turn, with MPICH and Open MPI if both are installed. --results gets a line for each run,
-and the same command continues an interrupted campaign. A run must end with the bits of an undisturbed one.
+Runs take five kills each, in all layouts in turn, with MPICH and Open MPI if both are installed. A run must end with the bits of an
+undisturbed one.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from fugaku_megatron.checkpoint.manifest import read_manifest
-from fugaku_megatron.cli.parser import Parser
-from fugaku_megatron.config.fields import check
-from tests.campaigns import reliability_page
+from tests.campaigns import reliability_page, results
 from tests.campaigns.faults import jobs
 from tests.campaigns.memory.trial import (
     KILLS,
@@ -36,19 +31,8 @@ from tests.campaigns.memory.trial import (
     Trial,
     starts,
 )
+from tests.campaigns.results import Record, Results
 from tests.mpi import launch
-
-Record = dict[str, Any]  # of a run in --results
-
-
-def parser() -> argparse.ArgumentParser:
-    made = Parser(prog="python -m tests.campaigns.memory", description=__doc__)
-    made.add_argument("--count", type=int, default=60)
-    made.add_argument("--seed", type=int, default=1)
-    made.add_argument("--first", type=int, default=0, help="number of the first kill")
-    made.add_argument("--results", type=Path, metavar="FILE")
-    made.add_argument("--write", action="store_true", help="write the table of docs/reliability.md")
-    return made
 
 
 def draw_kinds(rng: random.Random) -> list[str]:
@@ -88,8 +72,6 @@ class Campaign:
         left = [str(path) for path in (trial.folder / "nodes").glob("*/copies")]
         right = same and not left and len(found) == kills and all(kill.is_right for kill in found)
         return {
-            "seed": self._seed,
-            "number": number,
             "layout": name,
             "mpi": mpi.name,
             "kills": found,
@@ -116,26 +98,6 @@ class Campaign:
         return self._references[key]
 
 
-def outcomes(seed: int, numbers: Sequence[int], results: Path | None) -> Iterator[Record]:
-    """Yield the outcome of each run, from the file if it has it."""
-    done: dict[int, Record] = {}
-    if results is not None and results.exists():
-        lines = map(json.loads, results.read_text().splitlines())
-        done = {line["number"]: line for line in lines if line["seed"] == seed}
-    mpis = [mpi for mpi in (launch.mpich(), launch.openmpi()) if mpi is not None]
-    check(mpis, launch.MISSING["mpich"])
-    with tempfile.TemporaryDirectory(prefix="memory.", dir="/dev/shm") as folder:
-        campaign = Campaign(Path(folder), seed, mpis)
-        for number in numbers:
-            if number not in done:
-                done[number] = campaign.run(number)
-                if results is not None:
-                    with results.open("a") as file:
-                        file.write(json.dumps(done[number]) + "\n")
-            record = done[number]
-            yield {**record, "kills": [Kill(*kill) for kill in record["kills"]]}
-
-
 def row(kind: str, layout: str, kills: Sequence[Kill], different: int) -> str:
     """Return a table's row. different: runs with other bits at the end"""
     repeated = [kill.repeated for kill in kills]
@@ -149,6 +111,10 @@ def row(kind: str, layout: str, kills: Sequence[Kill], different: int) -> str:
     )
 
 
+def kills_of(record: Record) -> list[Kill]:
+    return [Kill(*kill) for kill in record["kills"]]
+
+
 def table(records: Sequence[Record], command: str) -> str:
     rows = [
         "| lost | layout | kills | from memory | from `--save` | from the beginning | iterations repeated: median, most | more than "
@@ -158,31 +124,32 @@ def table(records: Sequence[Record], command: str) -> str:
     for kind in KINDS:
         for layout in LAYOUTS:
             runs = [record for record in records if record["layout"] == layout]
-            kills = [kill for record in runs for kill in record["kills"] if kill.kind == kind]
+            kills = [kill for record in runs for kill in kills_of(record) if kill.kind == kind]
             if kills:
                 rows.append(row(kind, layout, kills, sum(not record["same"] for record in runs)))
-    every = [kill for record in records for kill in record["kills"]]
+    every = [kill for record in records for kill in kills_of(record)]
     rows.append(row("sum", "", every, sum(not record["same"] for record in records)))
     return f"`{command}`:\n\n" + "\n".join(rows) + "\n"
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(given)
-    check(args.count > 0, f"--count {args.count}: pass a number above 0")
+def main() -> int:
+    args = results.parser("memory", __doc__, count=60).parse_args()
     numbers = range(args.first // KILLS, -(-(args.first + args.count) // KILLS))
-    records = []
-    for record in outcomes(args.seed, numbers, args.results):
-        records.append(record)
-        verdict = "right" if record["right"] else f"WRONG {record['text'][-3000:]}"
-        kills = "; ".join(
-            f"{kill.kind}: {kill.source}, {kill.repeated}" for kill in record["kills"]
-        )
-        print(
-            f"{record['number']} {record['layout']}, {record['mpi']}: {kills}: {verdict}",
-            flush=True,
-        )
+    mpis = [mpi for mpi in (launch.mpich(), launch.openmpi()) if mpi is not None]
+    found = Results(args.results, args.seed)
+    with tempfile.TemporaryDirectory(prefix="memory.", dir="/dev/shm") as folder:
+        campaign = Campaign(Path(folder), args.seed, mpis)
+        for number in found.missing(numbers):
+            record = campaign.run(number)
+            found.add(number, record)
+            verdict = "right" if record["right"] else f"WRONG {record['text'][-3000:]}"
+            kills = "; ".join(
+                f"{kill.kind}: {kill.source}, {kill.repeated}" for kill in record["kills"]
+            )
+            print(f"{number} {record['layout']}, {record['mpi']}: {kills}: {verdict}", flush=True)
     first = f" --first {args.first}" if args.first else ""
     command = f"python -m tests.campaigns.memory --count {args.count} --seed {args.seed}{first}"
+    records = found.of(numbers)
     text = table(records, command)
     print(text)
     if args.write:

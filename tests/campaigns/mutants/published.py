@@ -4,14 +4,30 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tests.campaigns.mutants.layouts import EIGHT, EXPERTS, FOUR, LLAMA, MOMENTS_IN_INT8, UNTIED
 from tests.campaigns.mutants.program import PACKAGE
+from tests.checks.moments import EIGHT as MOMENTS_IN_INT8
 
 MEGATRON = "https://github.com/NVIDIA/Megatron-LM"
 DEEPSPEED = "https://github.com/deepspeedai/DeepSpeed"
 SILENT_BUGS = f"{MEGATRON}/issues/7452"
 OVER_TP = "over the tensor-parallel ranks 0 1"
 OVER_DP = "over the data-parallel ranks 0 1"
+EXPERTS = {
+    "num_experts": 4,
+    "moe_layer_freq": "([0]+[1]*3)",
+    "moe_aux_loss_coeff": (0.01,),
+    "disable_bias_linear": True,
+    "swiglu": True,
+}
+LLAMA = {
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "disable_bias_linear": True,
+    "swiglu": True,
+}
+UNTIED = {"untie_embeddings_and_output_weights": True}
+FOUR = {"global_batch_size": 4}
+EIGHT = {"global_batch_size": 8}
 
 
 class Published(NamedTuple):

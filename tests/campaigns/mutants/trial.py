@@ -2,46 +2,26 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
 from fugaku_megatron.comm.base import Comm
 from fugaku_megatron.costs.plan import Plan
 from fugaku_megatron.layout_check import check
-from fugaku_megatron.layout_check.check import NO_FILES, Build, Report
+from fugaku_megatron.layout_check.check import NO_FILES, Build
 from fugaku_megatron.layout_check.compare import Comparison, Tolerance
 from fugaku_megatron.layout_check.points import Point
 from fugaku_megatron.layout_check.recorder import Piece, assembled
 from fugaku_megatron.run.check_layout import LayoutDiffers, check_run_layout
-from tests.campaigns.mutants.layouts import run_of
-from tests.threads import ThreadWorld
-
-WAIT = 3600.0  # s; the campaign itself finds ranks that hang
-# Kinds of results.
-NAMED = "named"
-ELSEWHERE = "elsewhere"
-STOPPED = "stopped"
-ALIKE = "alike"
-ROUNDING = "rounding"
-EQUIVALENT = "equivalent"
-NOT_EXECUTED = "not executed"
-FOUND = (NAMED, ELSEWHERE, STOPPED)
+from tests.helpers import DROPOUT, run_layout
 
 Ranks = list[list[Piece]]
 Tensors = Mapping[Point, Tensor]
-
-
-class Result(NamedTuple):
-    """Result of a trial. text: the report's line, or the error"""
-
-    kind: str
-    layout: str
-    text: str
 
 
 class Compared(NamedTuple):
@@ -67,107 +47,55 @@ class Compared(NamedTuple):
         comparison.check_complete(originals)
         return comparison.first.point if comparison.first else None
 
-    def is_equal(self, before: Compared) -> bool:
-        """Return True if every bit is the original's."""
-        if len(self.ranks) != len(before.ranks) or self.alone.keys() != before.alone.keys():
-            return False
-        equal = (_bits(own) == _bits(other) for own, other in zip(self.ranks, before.ranks))
-        return all(equal) and all(x.equal(before.alone[point]) for point, x in self.alone.items())
-
 
 @dataclass
 class Checked:
-    """A layout's report, and its tensors by number format. errors: largest shares of the tolerances"""
+    """A layout's problem, "" for none, and its tensors by number format."""
 
-    report: Report | None = None
     problem: str = ""
     formats: list[Compared] = field(default_factory=list)
-    errors: dict[str, float] = field(default_factory=dict)
+
+    def first_change(self, before: Checked) -> Point | None:
+        """Return the first tensor that differs from that of the original program, in the first number format with one."""
+        pairs = zip(self.formats, before.formats, strict=False)
+        changes = (own.first_change(original) for own, original in pairs)
+        return next(filter(None, changes), None)
 
 
 def check_once(layout: str, flags: dict[str, Any]) -> Checked:
     """Check a layout. Errors of the program are raised."""
     torch.set_num_threads(1)
-    run, ranks = run_of(layout, flags)
     checked = Checked()
-    reports: dict[int, Report] = {}
-    with _watched(checked):
 
-        def work(world: Comm) -> str:
-            try:
-                reports[world.rank] = check_run_layout(run, world, NO_FILES)
-            except LayoutDiffers as error:
-                return str(error)
-            return ""
+    def work(world: Comm, run: Any) -> str:
+        try:
+            check_run_layout(run, world, NO_FILES)
+        except LayoutDiffers as error:
+            return str(error)
+        return ""
 
-        checked.problem = ThreadWorld(ranks, timeout=WAIT).run(work)[0]
+    with pytest.MonkeyPatch.context() as patch:
+        _keep_tensors(checked, patch)
+        checked.problem = run_layout(layout, work, {**DROPOUT, **flags})[0]
     return checked
 
 
-class _watched:
-    """Copies of the tensors and comparisons of every check during the block."""
+def _keep_tensors(checked: Checked, patch: pytest.MonkeyPatch) -> None:
+    """Copy the tensors of every comparison to `checked`."""
+    compare_alone = check._compare_alone
 
-    def __init__(self, checked: Checked) -> None:
-        self.checked = checked
-        self._record = check._record
-        self._compare_alone = check._compare_alone
+    def compared(
+        small: Plan, ranks: Ranks, comparison: Comparison, build: Build, directory: Any
+    ) -> str | None:
+        alone: dict[Point, Tensor] = {}
+        checked.formats.append(Compared(comparison.tolerance, ranks, alone))
+        check_complete = comparison.check_complete
 
-    def __enter__(self) -> None:
-        checked = self.checked
-        compare_alone = self._compare_alone
+        def completed(reference: Tensors) -> None:
+            alone.update(reference)
+            check_complete(reference)
 
-        def compared(
-            small: Plan,
-            ranks: Ranks,
-            comparison: Comparison,
-            build: Build,
-            directory: Any,
-        ) -> str | None:
-            alone: dict[Point, Tensor] = {}
-            checked.formats.append(Compared(comparison.tolerance, ranks, alone))
-            check_complete = comparison.check_complete
+        comparison.check_complete = completed  # type: ignore[method-assign]
+        return compare_alone(small, ranks, comparison, build, directory)
 
-            def completed(reference: Tensors) -> None:
-                alone.update(reference)
-                check_complete(reference)
-
-            comparison.check_complete = completed  # type: ignore[method-assign]
-            problem = compare_alone(small, ranks, comparison, build, directory)
-            for kind, largest in comparison.kinds.items():
-                share = largest.error / largest.allowed
-                checked.errors[kind] = max(share, checked.errors.get(kind, 0.0))
-            return problem
-
-        check._compare_alone = compared
-
-    def __exit__(self, *error: object) -> None:
-        check._compare_alone = self._compare_alone
-
-
-def result_of(layout: str, flags: dict[str, Any], original: Checked) -> Result:
-    """Check a layout by the changed program, and compare its tensors with those of the original program."""
-    try:
-        found = check_once(layout, flags)
-    except BaseException as error:
-        text = next(iter(str(error).splitlines()), "")
-        return Result(STOPPED, layout, f"{type(error).__name__}: {text:.200}")
-    pairs = list(zip(found.formats, original.formats, strict=False))
-    changes = [own.first_change(before) for own, before in pairs]
-    change = next((str(each) for each in changes if each), None)
-    if found.problem:
-        right = change is not None and f": {change}," in found.problem
-        return Result(NAMED if right else ELSEWHERE, layout, f"{found.problem} [{change}]")
-    if change is not None:
-        return Result(ALIKE, layout, change)
-    equal = len(found.formats) == len(original.formats)
-    if equal and all(own.is_equal(before) for own, before in pairs):
-        return Result(EQUIVALENT, layout, "")
-    return Result(ROUNDING, layout, "")
-
-
-def _bits(pieces: Iterable[Piece]) -> dict[Any, bytes]:
-    bits = {}
-    for number, piece in enumerate(pieces):
-        if piece.values.numel() and not math.isnan(float(piece.values.sum())):
-            bits[number, piece.point] = piece.values.numpy().tobytes()
-    return bits
+    patch.setattr(check, "_compare_alone", compared)

@@ -12,15 +12,11 @@ from __future__ import annotations
 import argparse
 import math
 import random
-import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from fugaku_megatron.cli.parser import Parser
-from fugaku_megatron.cli.program import guarded
-from fugaku_megatron.config.fields import check
 from fugaku_megatron.host.machine import cpu_model
 from fugaku_megatron.observe.log.effective_time import EffectiveTime, effective_time
 from fugaku_megatron.planner import fault_costs
@@ -45,7 +41,7 @@ from fugaku_megatron.text.numbers import duration_text
 from fugaku_megatron.text.table import pipe_table
 from tests.campaigns import reliability_page
 from tests.campaigns.faults import jobs
-from tests.campaigns.rehearsal.job import Disturbed, missing
+from tests.campaigns.rehearsal.job import Disturbed
 
 FIRST_INTERVAL = 20  # iterations between checkpoints while costs are measured
 FIRST_MTBF = 12.0  # s
@@ -197,29 +193,15 @@ def table(found: Rehearsal, options: argparse.Namespace) -> str:
     return "\n".join(lines) + "\n"
 
 
-def run(options: argparse.Namespace) -> int:
-    check(
-        options.count > 0 and options.calibrate > 0,
-        f"--count {options.count} --calibrate {options.calibrate}: give at least 1",
-    )
-    check(
-        options.mtbf_seconds is None or options.mtbf_seconds > 0,
-        f"--mtbf-seconds {options.mtbf_seconds}: give a number above 0",
-    )
-    check(0 <= options.stops <= 1, f"--stops {options.stops}: give a share from 0 to 1")
-    check(not missing(), missing())
+def main() -> None:
+    options = parser().parse_args()
     with tempfile.TemporaryDirectory(prefix="rehearsal.", dir="/dev/shm") as folder:
         found = rehearse(options, Path(folder))
     text = table(found, options)
     print(text)
     if options.write:
         reliability_page.write("rehearsal", text)
-    return 0
-
-
-def main(words: Sequence[str]) -> int:
-    return guarded("python -m tests.campaigns.rehearsal", lambda: run(parser().parse_args(words)))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

@@ -16,7 +16,6 @@ from fugaku_megatron.observe.export.hours import HOURS, read_hours
 from fugaku_megatron.start.exit_codes import ExitCode
 from tests.campaigns.faults import jobs
 from tests.campaigns.faults.jobs import Job, Layout
-from tests.mpi import launch
 
 LAYOUT = Layout("DP 2", 2)
 HANG_SECONDS = 10
@@ -111,7 +110,3 @@ class Disturbed:
         path = self.save / HOURS
         lines = read_hours(path) if path.exists() else []
         return sum(line["event"] == "start" for line in lines)
-
-
-def missing() -> str:
-    return "" if launch.mpich() is not None else launch.MISSING["mpich"]
