@@ -10,11 +10,11 @@ import transformers
 from safetensors.torch import load_file
 
 from fugaku_megatron.checkpoint.manifest import read_manifest
-from fugaku_megatron.cli import program
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.run_config import saved_run
 from fugaku_megatron.inference.loading import load_model
 from fugaku_megatron.nn.forward_context import Pass
+from tests.checks.conversions import convert
 
 VOCABULARY = 101  # a prime, so that rows of the vocabulary are added and taken away
 LENGTH = 24
@@ -93,10 +93,6 @@ RECENT = (
     *("deepseek_v2_lite", "deepseek_v3", "minicpm3"),
     *("granitemoehybrid", "cohere2", "gpt_oss", "apertus", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
 )
-
-
-def convert(*words: object) -> int:
-    return program.main(["convert", *map(str, words)])
 
 
 def read_hf(source: Path, ours: Path, *more: object) -> None:

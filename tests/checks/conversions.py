@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,16 @@ from fugaku_megatron.convert.open_weights import open_weights
 from tests.helpers import make_trainer, small_run
 
 Tensors = dict[str, torch.Tensor]
+BLOCK: dict[str, Any] = {
+    "num_layers": 2,
+    "vocab_size": 60,
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "ffn_hidden_size": 48,
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+}
 
 
 def save_random(directory: Path, flags: dict[str, Any]) -> Path:
@@ -27,6 +38,36 @@ def save_random(directory: Path, flags: dict[str, Any]) -> Path:
 
 def convert(*words: object) -> int:
     return program.main(["convert", *map(str, words)])
+
+
+def to_megatron(ours: Path, folder: Path, flags: str = "") -> Path:
+    """Convert a checkpoint to Megatron-LM's; return the new directory in a folder."""
+    theirs = folder / "theirs"
+    assert convert("--load", ours, "--to-megatron", theirs, *flags.split()) == 0
+    return theirs
+
+
+def refused(capsys, *words: object) -> str:
+    """Return the one line of a refused conversion."""
+    capsys.readouterr()
+    assert convert(*words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def change_arguments(common: Path, **changes: Any) -> None:
+    """Change the saved arguments in a file of Megatron-LM."""
+    contents = torch.load(common, weights_only=False)
+    for name, value in changes.items():
+        setattr(contents["args"], name, value)
+    torch.save(contents, common)
+
+
+class Attack:
+    """Object whose unpickling makes the file `attacked`."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch attacked",)
 
 
 def read(directory: Path) -> Tensors:

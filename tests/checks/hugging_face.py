@@ -16,7 +16,6 @@ transformers = pytest.importorskip("transformers")
 
 from tests.hf_models import (  # noqa: E402
     VOCABULARY,
-    convert,
     our_logits,
     read_hf,
     write_hf,
@@ -67,14 +66,6 @@ def without_files(folder: Path) -> tuple[str, Path]:
     """Return flags for a conversion that has no file of the original model."""
     (folder / "none").mkdir()
     return "--hf-files", folder / "none"
-
-
-def refused(capsys, *words: object) -> str:
-    """Return the one line of a refused conversion."""
-    assert convert(*words) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    return lines[0]
 
 
 def stored(path: Path, change: Callable[[dict], dict]) -> None:

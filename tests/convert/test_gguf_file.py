@@ -1,18 +1,16 @@
 """convert --to-gguf: the file as gguf reads it, against Hugging Face's tensors and tokenizer."""
 
 import json
-import re
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from fugaku_megatron.cli import program
 from fugaku_megatron.convert.gguf.conversion import KINDS
+from tests.checks.conversions import convert as run
+from tests.checks.conversions import refused
 from tests.checks.gguf import (
-    LATENT_YARN,
     MODELS,
     SIZES,
     TEMPLATE,
@@ -20,6 +18,7 @@ from tests.checks.gguf import (
     write_model,
     write_tokenizer,
 )
+from tests.checks.refusals import refusals
 
 pytestmark = pytest.mark.unit
 
@@ -27,7 +26,7 @@ gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
-THETA = {"rope_theta": 10000.0}
+INEXACT = "--gguf-inexact-tokenizer"
 
 
 @pytest.fixture
@@ -205,11 +204,11 @@ def test_numbers_and_tokenizer(tmp_path, written, converted):
 
 def test_a_checkpoint_and_the_model_that_it_came_from_become_the_same_file(tmp_path, written):
     written("qwen3")
-    hf, ours, direct, own = (str(tmp_path / name) for name in ("hf", "ours", "a.gguf", "b.gguf"))
-    assert program.main(["convert", "--from-hf", hf, "--to-gguf", direct]) == 0
-    assert program.main(["convert", "--from-hf", hf, "--save", ours]) == 0
-    assert program.main(["convert", "--load", ours, "--to-gguf", own]) == 0
-    assert Path(own).read_bytes() == Path(direct).read_bytes()
+    hf, ours, direct, own = (tmp_path / name for name in ("hf", "ours", "a.gguf", "b.gguf"))
+    assert run("--from-hf", hf, "--to-gguf", direct) == 0
+    assert run("--from-hf", hf, "--save", ours) == 0
+    assert run("--load", ours, "--to-gguf", own) == 0
+    assert own.read_bytes() == direct.read_bytes()
 
 
 def test_pieces_of_sentencepiece(tmp_path, converted):
@@ -309,117 +308,42 @@ def test_another_epsilon_of_narrow_vectors_is_noted(tmp_path, capsys):
 
 def test_a_tokenizer_that_is_read_differently_needs_a_flag(tmp_path, capsys, written):
     written("qwen2")
-    words = ["convert", "--from-hf", str(tmp_path / "hf"), "--to-gguf", str(tmp_path / "m.gguf")]
-    capsys.readouterr()
-    assert program.main(words) == 2 and not (tmp_path / "m.gguf").exists()
+    hf = ("--from-hf", tmp_path / "hf")
+    to_gguf = ("--to-gguf", tmp_path / "m.gguf")
+    line = refused(capsys, *hf, *to_gguf)
     assert (
-        "it normalizes a text to NFC (normalizer), and llama.cpp does not: pass --gguf-inexact"
-        in (capsys.readouterr().err)
+        "it normalizes a text to NFC (normalizer), and llama.cpp does not: pass --gguf-ine" in line
     )
-    assert program.main([*words, "--gguf-inexact-tokenizer"]) == 0
-    assert "note: llama.cpp reads some texts differently: it normalizes a text to NFC" in (
-        capsys.readouterr().out
-    )
-    to_save = ["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "s")]
-    assert program.main([*to_save, "--gguf-inexact-tokenizer"]) == 2
-    assert "--gguf-inexact-tokenizer is for --to-gguf: pass both" in capsys.readouterr().err
+    assert not (tmp_path / "m.gguf").exists()
+    assert run(*hf, *to_gguf, INEXACT) == 0
+    said = capsys.readouterr().out
+    assert "note: llama.cpp reads some texts differently: it normalizes a text to NFC" in said
+    line = refused(capsys, *hf, "--save", tmp_path / "s", INEXACT)
+    assert "--gguf-inexact-tokenizer is for --to-gguf: pass both" in line
 
 
-@pytest.mark.parametrize(
-    ("kind", "change", "flags", "message"),
-    [
-        (
-            "qwen2",
-            {},
-            [],
-            "--to-gguf needs the tokenizer, and .* has neither tokenizer.json nor tokenizer.model: pass its folder",
-        ),
-        (
-            "mistral",
-            {"sliding_window": 32},
-            [],
-            "--to-gguf: a model of MistralForCausalLM with a window of 32 tokens is not what",
-        ),
-        (
-            "qwen2_moe",
-            {"norm_topk_prob": True},
-            [],
-            "with moe_router_pre_softmax False is not what llama.cpp computes",
-        ),
-        (
-            "olmoe",
-            {"num_key_value_heads": 2},
-            [],
-            "with 2 groups of 4 heads is not what llama.cpp computes, which is as many groups",
-        ),
-        (
-            "qwen3_moe",
-            {"mlp_only_layers": [0]},
-            [],
-            "with layers without experts is not what llama.cpp computes",
-        ),
-        (
-            "qwen3",
-            {"rope_parameters": {**THETA, "rope_type": "dynamic", "factor": 2.0}},
-            [],
-            "with --rope-dynamic-factor is not what llama.cpp",
-        ),
-        (
-            "qwen3",
-            {"rope_parameters": {**THETA, "rope_type": "yarn", "factor": 2.0, "beta_fast": 16.0}},
-            [],
-            "with --yarn-beta-fast 16.0 is not what llama.cpp computes, which is 32.0",
-        ),
-        (
-            "deepseek_v2",
-            {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 4},
-            [],
-            "with groups of experts with one score each is not what llama.cpp computes, which is the sum of two",
-        ),
-        (
-            "deepseek_v2",
-            {"q_lora_rank": None},
-            [],
-            "with --q-lora-rank None and 3 layers is not what llama.cpp computes, which is None with 26 or 27 layers",
-        ),
-        (
-            "deepseek_v3",
-            {"rope_parameters": {**LATENT_YARN, "mscale": 0.5}},
-            [],
-            "with --mscale 0.5 is not what llama.cpp computes, which is --mscale-all-dim, 1.0",
-        ),
-        (
-            "glm4_moe_lite",
-            {"mlp_layer_types": ["sparse", "dense", "sparse"]},
-            [],
-            "with layers without experts behind others is not what llama.cpp computes",
-        ),
-        (
-            "minicpm3",
-            {"scale_depth": 1.0},
-            [],
-            "with residual_multiplier 0.707107 is not what llama.cpp computes, which is 0.989949",
-        ),
-        (
-            "qwen2",
-            {},
-            ["--to-hf", "x"],
-            "more than one destination, --to-hf and --to-gguf: pass exactly one of",
-        ),
-    ],
-)
-def test_mistakes_are_one_line_and_leave_nothing(tmp_path, capsys, kind, change, flags, message):
+@pytest.mark.parametrize(("kind", "change", "message"), refusals("gguf"))
+def test_a_model_that_llama_cpp_computes_differently_is_refused(
+    tmp_path, capsys, kind, change, message
+):
     config = MODELS[kind](transformers)
-    config.update(change)
+    config.update(json.loads(change))
     torch.manual_seed(1)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hf")
-    if change:
-        write_tokenizer(tmp_path / "hf")
-    capsys.readouterr()
-    assert convert(tmp_path / "hf", tmp_path / "m.gguf", *flags) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert re.search(message, line), line
+    write_tokenizer(tmp_path / "hf")
+    words = ("--from-hf", tmp_path / "hf", "--to-gguf", tmp_path / "m.gguf", INEXACT)
+    assert message in refused(capsys, *words)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_destination_and_a_tokenizer_are_needed(tmp_path, capsys):
+    write_model(tmp_path / "hf", "qwen2")
+    words = ("--from-hf", tmp_path / "hf", "--to-gguf", tmp_path / "m.gguf", INEXACT)
+    line = refused(capsys, *words)
+    assert "--to-gguf needs the tokenizer, and " in line
+    assert " has neither tokenizer.json nor tokenizer.model: pass its folder" in line
+    line = refused(capsys, *words, "--to-hf", "x")
+    assert "more than one destination, --to-hf and --to-gguf: pass exactly one of" in line
 
 
 def test_files_are_not_replaced_and_a_missing_package_is_named(
@@ -427,15 +351,12 @@ def test_files_are_not_replaced_and_a_missing_package_is_named(
 ):
     written("qwen2")
     (tmp_path / "m.gguf").write_text("mine")
-    capsys.readouterr()
-    assert (
-        convert(tmp_path / "hf", tmp_path / "m.gguf") == 2
-        and (tmp_path / "m.gguf").read_text() == "mine"
-    )
-    assert "m.gguf exists: pass a new file, so that nothing is replaced" in capsys.readouterr().err
-    words = ["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "s")]
-    assert program.main([*words, "--gguf-type", "f16"]) == 2
-    assert "--gguf-type f16 is for --to-gguf: pass both" in capsys.readouterr().err
+    hf = ("--from-hf", tmp_path / "hf")
+    line = refused(capsys, *hf, "--to-gguf", tmp_path / "m.gguf")
+    assert "m.gguf exists: pass a new file, so that nothing is replaced" in line
+    assert (tmp_path / "m.gguf").read_text() == "mine"
+    line = refused(capsys, *hf, "--save", tmp_path / "s", "--gguf-type", "f16")
+    assert "--gguf-type f16 is for --to-gguf: pass both" in line
     monkeypatch.setitem(sys.modules, "gguf", None)
-    assert convert(tmp_path / "hf", tmp_path / "n.gguf") == 2
-    assert "--to-gguf needs the Python package gguf (" in capsys.readouterr().err
+    line = refused(capsys, *hf, "--to-gguf", tmp_path / "n.gguf")
+    assert "--to-gguf needs the Python package gguf (" in line

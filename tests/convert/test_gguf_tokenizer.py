@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fugaku_megatron.convert.gguf.tokenizer import KNOWN_SWITCHES, read_tokenizer
 from fugaku_megatron.tokenizers.hugging_face import HuggingFaceTokenizer, SentencePieceTokenizer
+from tests import file_damage
 from tests.tokenizer_files import make
 
 pytestmark = pytest.mark.unit
@@ -37,10 +38,14 @@ def copied(folder: Path, name: str) -> Path:
 
 
 def changed(folder: Path, name: str, change) -> Path:
-    """Copy a stored tokenizer, with a change of its tokenizer.json."""
+    """Copy a stored tokenizer, with a change of its tokenizer.json: a function, or the path and the value of a field."""
     file = copied(folder, name) / "tokenizer.json"
     contents = json.loads(file.read_text())
-    change(contents)
+    if callable(change):
+        change(contents)
+    else:
+        path, value = change.split(" ", 1)
+        contents = file_damage.changed(contents, path, json.loads(value))
     file.write_text(json.dumps(contents))
     return folder
 
@@ -100,17 +105,6 @@ def test_keys_of_the_stored_tokenizers():
     assert {*saved.template} == {"default", "tool_use", "rag"}
 
 
-def at(*path, **values):
-    """Return a change of a tokenizer.json: these values of the object at a path."""
-
-    def change(contents):
-        for step in path:
-            contents = contents[step]
-        contents.update(values)
-
-    return change
-
-
 def set_added(**values):
     def change(contents):
         added = contents["added_tokens"]
@@ -119,11 +113,10 @@ def set_added(**values):
     return change
 
 
-def add_token(content, **values):
+def add_token(content):
     def change(contents):
-        row = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-        row |= {"special": False, "id": 341, "content": content, **values}
-        contents["added_tokens"].append(row)
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+        contents["added_tokens"].append({**flags, "id": 341, "content": content})
 
     return change
 
@@ -164,61 +157,57 @@ def around(*names):
 REFUSED = [  # tokenizer, change of its tokenizer.json, message
     (
         BYTE_LEVEL,
-        at("pre_tokenizer", add_prefix_space=True),
+        "pre_tokenizer/add_prefix_space true",
         r"pre_tokenizer ByteLevel, add_prefix_space",
     ),
+    (BYTE_LEVEL, 'normalizer {"type": "Lowercase"}', r"normalizes a text by .*Lowercase"),
+    (BYTE_LEVEL, 'normalizer {"type": "NFKC"}', r"normalizes a text by .*NFKC"),
     (
         BYTE_LEVEL,
-        at(normalizer={"type": "Lowercase"}),
-        r"normalizes a text by .*Lowercase",
-    ),
-    (BYTE_LEVEL, at(normalizer={"type": "NFKC"}), r"normalizes a text by .*NFKC"),
-    (
-        BYTE_LEVEL,
-        at(normalizer={"type": "Strip", "strip_left": True, "strip_right": True}),
+        'normalizer {"type": "Strip", "strip_left": true, "strip_right": true}',
         r"normalizes a text by .*Strip",
     ),
     (
         BYTE_LEVEL,
-        at(normalizer={"type": "Replace", "pattern": {"String": "a"}, "content": "b"}),
+        'normalizer {"type": "Replace", "pattern": {"String": "a"}, "content": "b"}',
         r"normalizes a text by .*Replace",
     ),
     (
         BYTE_LEVEL,
-        at(normalizer={"type": "Prepend", "prepend": "a"}),
+        'normalizer {"type": "Prepend", "prepend": "a"}',
         r"normalizes a text by .*Prepend",
     ),
     (
         BYTE_LEVEL,
-        at(pre_tokenizer={"type": "Whitespace"}),
+        'pre_tokenizer {"type": "Whitespace"}',
         r"\(pre_tokenizer\), which has no name",
     ),
-    (BYTE_LEVEL, at(pre_tokenizer=None), r"\(pre_tokenizer\), which has no name"),
+    (BYTE_LEVEL, "pre_tokenizer null", r"\(pre_tokenizer\), which has no name"),
     (
         BYTE_LEVEL,
-        at("model", ignore_merges=True),
+        "model/ignore_merges true",
         r"ignore_merges true, and llama.cpp's split gpt-2 has not",
     ),
-    (BYTE_LEVEL, at("model", dropout=0.5), r"drops merges at random \(dropout\)"),
+    (BYTE_LEVEL, "model/dropout 0.5", r"drops merges at random \(dropout\)"),
     (
         BYTE_LEVEL,
-        at("model", end_of_word_suffix="</w>"),
+        'model/end_of_word_suffix "</w>"',
         r"end_of_word_suffix|makes no token of the text",
     ),
     (BYTE_LEVEL, without_byte, r"no token for 1 of the 256 bytes"),
     (
         BYTE_LEVEL,
-        at("model", "vocab", **{"[PAD500]": 400}),
+        "model/vocab/[PAD500] 400",
         r"tokens 400 and 500 are both '\[PAD500\]'",
     ),
     (BYTE_LEVEL, around("<s>", "<s>", None), r"\(post_processor\), and llama.cpp knows no others"),
     (FALLBACK, metaspace("always", split=True), r"prepares a text by .*Metaspace"),
-    (FALLBACK, at(normalizer={"type": "NFC"}), r"prepares a text by .*NFC"),
-    (FALLBACK, at("model", ignore_merges=True), r"ignore_merges true"),
+    (FALLBACK, 'normalizer {"type": "NFC"}', r"prepares a text by .*NFC"),
+    (FALLBACK, "model/ignore_merges true", r"ignore_merges true"),
     (FALLBACK, lambda c: c["model"]["vocab"].pop("<0x41>"), r"no piece for 1 of the 256 bytes"),
 ]
 INEXACT = [  # what is refused unless --gguf-inexact-tokenizer is passed
-    (BYTE_LEVEL, at(normalizer={"type": "NFC"}), r"normalizes a text to NFC"),
+    (BYTE_LEVEL, 'normalizer {"type": "NFC"}', r"normalizes a text to NFC"),
     (BYTE_LEVEL, set_added(lstrip=True), r"added token 'extra' has lstrip"),
     (BYTE_LEVEL, set_added(rstrip=True), r"added token 'extra' has rstrip"),
     (BYTE_LEVEL, set_added(single_word=True), r"added token 'extra' has single_word"),
@@ -230,7 +219,7 @@ INEXACT = [  # what is refused unless --gguf-inexact-tokenizer is passed
     ),
     (
         BYTE_LEVEL,
-        at("model", "vocab", **{"<|endoftext|>": 400}),
+        "model/vocab/<|endoftext|> 400",
         r"'<\|endoftext\|>', is ordinary text, and llama.cpp",
     ),
     (FALLBACK, metaspace("always"), r"no space before a text that begins with a space"),
@@ -259,18 +248,11 @@ def test_what_llama_cpp_computes_differently_is_refused(tmp_path, name, change, 
 @pytest.mark.parametrize(
     "change",
     [
-        at("pre_tokenizer", trim_offsets=False),
-        at(
-            truncation={
-                "direction": "Right",
-                "max_length": 4,
-                "strategy": "LongestFirst",
-                "stride": 0,
-            },
-        ),
-        at(decoder=None),
-        at(normalizer={"type": "Sequence", "normalizers": []}),
-        at("model", fuse_unk=True),
+        "pre_tokenizer/trim_offsets false",
+        'truncation {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}',
+        "decoder null",
+        'normalizer {"type": "Sequence", "normalizers": []}',
+        "model/fuse_unk true",
         add_token("extraordinary"),
         add_token("    "),
     ],

@@ -29,7 +29,10 @@ from tests.hf_models import (  # noqa: E402
 )
 
 pytestmark = pytest.mark.unit
-from tests.checks.hugging_face import assert_same_logits, edit, refused, there_and_back  # noqa: E402
+from tests.checks.conversions import refused  # noqa: E402
+from tests.checks.hugging_face import assert_same_logits, edit, there_and_back  # noqa: E402
+
+Tensors = dict[str, torch.Tensor]
 
 
 def fused_experts(directory: Path) -> None:
@@ -191,12 +194,30 @@ def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return blocks, scales, convert_moe_packed_tensors(blocks, scales)
 
 
+def check_widened(folder: Path, stored: Tensors, quantization: dict, expected: Tensors) -> Path:
+    """Convert a quantized model there and back, and compare its tensors; return the new directory."""
+    save_file(stored, folder / "hf" / "model.safetensors", {"format": "pt"})
+    edit(folder / "hf" / "config.json", "quantization_config", quantization)
+    back = there_and_back(folder)
+    assert same(tensors(back), expected)
+    assert "quantization_config" not in json.loads((back / "config.json").read_text())
+    return back
+
+
+def check_wrong_scales(capsys, folder: Path, stored: Tensors, wrong: Tensors, message: str) -> None:
+    """Check that scales of a wrong shape are refused, and the missing ones too."""
+    (name,) = wrong
+    others = {place: x for place, x in stored.items() if place != name}
+    for added, said in ((wrong, message), ({}, f"without {name}: copy the whole directory again")):
+        save_file({**others, **added}, folder / "hf" / "model.safetensors", {"format": "pt"})
+        assert said in refused(capsys, "--from-hf", folder / "hf", "--save", folder / "none")
+
+
 def test_mxfp4_weights_of_gpt_oss_are_converted_to_bf16(tmp_path, capsys):
     size = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 3}
     model = randomized(decoder("GptOss", head_dim=16, num_experts_per_tok=2, **size)).bfloat16()
-    source = tmp_path / "hf"
-    model.save_pretrained(source)
-    expected = tensors(source)
+    model.save_pretrained(tmp_path / "hf")
+    expected = tensors(tmp_path / "hf")
     stored = {}
     for name, tensor in expected.items():
         if not name.endswith(("gate_up_proj", "down_proj")):
@@ -205,23 +226,14 @@ def test_mxfp4_weights_of_gpt_oss_are_converted_to_bf16(tmp_path, capsys):
         blocks, scales, expected[name] = mxfp4(tensor)
         stored[f"{name}_blocks"] = blocks
         stored[f"{name}_scales"] = scales
-    save_file(stored, source / "model.safetensors", {"format": "pt"})
     quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    edit(source / "config.json", "quantization_config", quantization)
-    back = there_and_back(tmp_path)
-    assert same(tensors(back), expected)
-    assert "quantization_config" not in json.loads((back / "config.json").read_text())
+    back = check_widened(tmp_path, stored, quantization, expected)
     again = transformers.AutoModelForCausalLM.from_pretrained(back)
     assert same(again.state_dict(), expected)
-    capsys.readouterr()
     name = next(name for name in stored if name.endswith("_scales"))
-    for wrong, message in (
-        ({name: stored[name][:, :1].clone()}, "which is not MXFP4: copy the whole directory again"),
-        ({}, f"without {name}: copy the whole directory again"),
-    ):
-        others = {place: x for place, x in stored.items() if place != name}
-        save_file({**others, **wrong}, source / "model.safetensors", {"format": "pt"})
-        assert message in refused(capsys, "--from-hf", source, "--save", tmp_path / "none")
+    wrong = {name: stored[name][:, :1].clone()}
+    message = "which is not MXFP4: copy the whole directory again"
+    check_wrong_scales(capsys, tmp_path, stored, wrong, message)
 
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
@@ -251,21 +263,12 @@ def test_fp8_weights_are_widened_to_bf16(tmp_path, capsys, block):
         if name.endswith("_proj.weight"):
             stored[name], scales, expected[name] = in_fp8(tensor, *block)
             stored[f"{name}_scale_inv"] = scales
-    save_file(stored, source / "model.safetensors", {"format": "pt"})
     quantization = {**FP8, "weight_block_size": [*block], "modules_to_not_convert": ["lm_head"]}
-    edit(source / "config.json", "quantization_config", quantization)
-    back = there_and_back(tmp_path)
-    assert same(tensors(back), expected)
-    assert "quantization_config" not in json.loads((back / "config.json").read_text())
-    capsys.readouterr()
+    check_widened(tmp_path, stored, quantization, expected)
     name = next(name for name in stored if name.endswith("_scale_inv"))
-    for wrong, message in (
-        ({name: stored[name].repeat(2, 1)}, f"FP8 in blocks of {block[0]} x {block[1]}: copy the"),
-        ({}, f"in FP8 without {name}: copy the whole directory again"),
-    ):
-        others = {place: x for place, x in stored.items() if place != name}
-        save_file({**others, **wrong}, source / "model.safetensors", {"format": "pt"})
-        assert message in refused(capsys, "--from-hf", source, "--save", tmp_path / "none")
+    wrong = {name: stored[name].repeat(2, 1)}
+    message = f"FP8 in blocks of {block[0]} x {block[1]}: copy the"
+    check_wrong_scales(capsys, tmp_path, stored, wrong, message)
     for field, value in (("weight_block_size", [128]), ("activation_scheme", "static")):
         edit(source / "config.json", "quantization_config", {**quantization, field: value})
         message = "and FP8 is read with fmt e4m3, a weight_block_size of two numbers"

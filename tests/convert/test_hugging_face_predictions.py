@@ -25,7 +25,8 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.modeling_layers import MtpLayer  # noqa: E402
 
-from tests.checks.hugging_face import edit, refused, there_and_back, without_files  # noqa: E402
+from tests.checks.conversions import refused  # noqa: E402
+from tests.checks.hugging_face import edit, there_and_back, without_files  # noqa: E402
 from tests.hf_models import LENGTH, MODELS, convert, randomized, read_hf, same, tensors, write_hf  # noqa: E402
 
 pytestmark = pytest.mark.parallel
@@ -273,7 +274,6 @@ def test_modules_that_do_not_fit_are_named_and_can_be_left_out(
 ):
     whole = tensors(copied.directory)
     save_file(change(copied, whole), copied.directory / FILE, {"format": "pt"})
-    capsys.readouterr()
     line = refused(capsys, "--from-hf", copied.directory, "--save", tmp_path / "ours")
     assert message in line
     read_hf(copied.directory, tmp_path / "ours", "--drop-mtp")
@@ -281,7 +281,6 @@ def test_modules_that_do_not_fit_are_named_and_can_be_left_out(
 
 def test_modules_that_config_json_does_not_say_are_refused(copied, tmp_path, capsys):
     edit(copied.directory / "config.json", "num_nextn_predict_layers", 0)
-    capsys.readouterr()
     line = refused(capsys, "--from-hf", copied.directory, "--save", tmp_path / "ours")
     assert (
         "tensors that DeepseekV3ForCausalLM does not have here, such as ['model.layers.3." in line

@@ -58,11 +58,14 @@ def model_of_file(name: str) -> ModelConfig:
     return read_config(plain_config(MODELS_PUBLISHED[name]["config"]))[1]
 
 
+def parameters_of(model: ModelConfig) -> int:
+    return model_parameters(RunConfig(model=model, batch=BatchConfig(micro_batch_size=1)))
+
+
 @pytest.mark.parametrize("name", CONVERTED)
 def test_a_published_file_is_a_model_of_the_published_size(name):
     model = replace(model_of_file(name), make_vocab_size_divisible_by=1, mtp_num_layers=None)
-    run = RunConfig(model=model, batch=BatchConfig(micro_batch_size=1))
-    assert model_parameters(run) == CONVERTED[name]["parameters"]
+    assert parameters_of(model) == CONVERTED[name]["parameters"]
 
 
 def test_apertus_with_rope_as_the_message_asks_has_the_published_size():
@@ -74,8 +77,7 @@ def test_apertus_with_rope_as_the_message_asks_has_the_published_size():
     scaled = {name: config[name] for name in config if name != "rope_theta"}
     assert read_config({**scaled, "rope_scaling": linear})[1].rotary_base == 12e6
     model = replace(model, make_vocab_size_divisible_by=1)
-    run = RunConfig(model=model, batch=BatchConfig(micro_batch_size=1))
-    assert model_parameters(run) == 8053338176
+    assert parameters_of(model) == 8053338176
 
 
 def test_a_pattern_of_exaone_in_letters():
@@ -113,8 +115,7 @@ def test_the_recipes_of_deepseek_are_the_published_models(recipe, name):
     assert found.all_layer_kinds == model.all_layer_kinds
     same_words = replace(found, moe_layer_freq=model.moe_layer_freq)
     assert architecture(same_words) == architecture(model)
-    run = RunConfig(model=model, batch=BatchConfig(micro_batch_size=1))
-    assert model_parameters(run) == CONVERTED[name]["parameters"]
+    assert parameters_of(model) == CONVERTED[name]["parameters"]
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,8 @@ from tests.hf_models import (  # noqa: E402
 )
 
 pytestmark = pytest.mark.unit
-from tests.checks.hugging_face import edit, refused, stored  # noqa: E402
+from tests.checks.conversions import refused  # noqa: E402
+from tests.checks.hugging_face import edit, stored  # noqa: E402
 
 
 @pytest.mark.parametrize(("model", "change", "message"), refusals("config_json"))
@@ -172,49 +174,42 @@ def test_two_conversions_into_one_directory_do_not_disturb_each_other(tmp_path):
     ],
 )
 def test_a_block_that_megatron_does_not_have_is_refused(sources, tmp_path, capsys, model, flag):
-    capsys.readouterr()
     line = refused(capsys, "--from-hf", sources[model], "--to-megatron", tmp_path / "megatron")
     assert (
         f"{flag}" in line and "Megatron-LM's GPT computes" in line and not list(tmp_path.iterdir())
     )
 
 
+# TRAINED is a checkpoint of this program, HF a model, and NEW, NONE and FULL are folders: the last one has a file.
+FLAGS = """\
+--from-hf HF => no destination given: pass exactly one of --save, --to-hf
+--from-hf HF --load TRAINED --save NEW => more than one source, --load and --from-hf: pass
+--load TRAINED --save NEW => a checkpoint loads into any layout
+--from-hf HF --save FULL => is not empty: pass a new directory
+--from-hf HF --save FULL/thesis.tex => is a file: pass a directory
+--from-hf HF --save NEW --max-shard-size '5 apples' => --max-shard-size is '5 apples': pass a size such as 5GB
+--from-hf HF --save NEW --ckpt-step 3 => --ckpt-step 3 is for --load
+--from-hf HF --save NEW --vocab-size 3 => --vocab-size 3 is for --from-megatron
+--from-hf HF --save NEW --tensor-model-parallel-size 0 => --tensor-model-parallel-size is 0: pass a number above 0
+--from-hf HF --save NEW --hf-files NONE => is not a directory
+--from-hf HF --save NEW --chat-template NONE => is not a file
+--from-hf NONE --save NEW => is not a directory: pass one that holds config.json
+--load NONE --to-hf NEW => holds no checkpoint
+--load TRAINED --ckpt-step 9 --to-hf NEW => manifest.json is missing"""
+
+
 def test_flags_that_do_not_go_together(trained, sources, tmp_path, capsys, monkeypatch):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("")
-    hf = ["--from-hf", sources["gpt2"]]
-    new = ["--save", tmp_path / "new"]
-    for words, message in [
-        (hf, "no destination given: pass exactly one of --save, --to-hf"),
-        ([*hf, "--load", trained, *new], "more than one source, --load and --from-hf: pass"),
-        (["--load", trained, *new], "a checkpoint loads into any layout"),
-        ([*hf, "--save", tmp_path / "full"], "is not empty: pass a new directory"),
-        ([*hf, "--save", tmp_path / "full" / "thesis.tex"], "is a file: pass a directory"),
-        (
-            [*hf, *new, "--max-shard-size", "5 apples"],
-            "--max-shard-size is '5 apples': pass a size such as 5GB",
-        ),
-        ([*hf, *new, "--ckpt-step", "3"], "--ckpt-step 3 is for --load"),
-        ([*hf, *new, "--vocab-size", "3"], "--vocab-size 3 is for --from-megatron"),
-        (
-            [*hf, *new, "--tensor-model-parallel-size", "0"],
-            "--tensor-model-parallel-size is 0: pass a number above 0",
-        ),
-        ([*hf, *new, "--hf-files", tmp_path / "none"], "is not a directory"),
-        ([*hf, *new, "--chat-template", tmp_path / "none"], "is not a file"),
-        (
-            ["--from-hf", tmp_path / "none", *new],
-            "is not a directory: pass one that holds config.json",
-        ),
-        (["--load", tmp_path / "none", "--to-hf", tmp_path / "new"], "holds no checkpoint"),
-        (
-            ["--load", trained, "--ckpt-step", "9", "--to-hf", tmp_path / "new"],
-            "manifest.json is missing",
-        ),
-    ]:
-        assert message in refused(capsys, *words)
+    places = {"HF": sources["gpt2"], "TRAINED": trained}
+    places |= {name: tmp_path / name.lower() for name in ("NEW", "NONE", "FULL")}
+    for row in FLAGS.splitlines():
+        words, message = row.split(" => ")
+        for name, place in places.items():
+            words = words.replace(name, str(place))
+        assert message in refused(capsys, *shlex.split(words))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["full"]
     monkeypatch.setenv("PMI_SIZE", "2")
-    assert "convert is one process, and PMI_SIZE says that 2 were started" in refused(
-        capsys, *hf, *new
-    )
+    words = ("--from-hf", sources["gpt2"], "--save", tmp_path / "new")
+    message = "convert is one process, and PMI_SIZE says that 2 were started"
+    assert message in refused(capsys, *words)

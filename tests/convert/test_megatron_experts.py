@@ -6,7 +6,6 @@ megatron/training/checkpointing.py (files). tests/foreign/megatron_core.py compa
 """
 
 import json
-import os
 import re
 from argparse import Namespace
 from dataclasses import replace
@@ -20,7 +19,18 @@ from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.convert.megatron.arguments import check_pattern
 from fugaku_megatron.convert.megatron.pickles import load_metadata, load_pickled
 from fugaku_megatron.convert.open_weights import open_weights
-from tests.checks.conversions import Tensors, check_same, convert, read, save_random
+from tests.checks.conversions import (
+    BLOCK,
+    Attack,
+    Tensors,
+    change_arguments,
+    check_same,
+    convert,
+    read,
+    refused,
+    save_random,
+    to_megatron,
+)
 from tests.checks.torch_dist import write_iteration
 from tests.helpers import find_checkpoint, make_trainer, small_run
 
@@ -28,14 +38,7 @@ pytestmark = pytest.mark.parallel
 
 EXPERTS = 4
 MODEL: dict[str, Any] = {
-    "num_layers": 2,
-    "vocab_size": 60,
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "disable_bias_linear": True,
-    "ffn_hidden_size": 48,
-    "position_embedding_type": "rope",
-    "untie_embeddings_and_output_weights": True,
+    **BLOCK,
     "num_experts": EXPERTS,
     "moe_layer_freq": "[0,1]",
     "moe_ffn_hidden_size": 24,
@@ -69,29 +72,28 @@ LEGACY = "--ckpt-format torch"
     ],
 )
 def test_experts_come_back_from_megatron_lm_s_layouts(ours, tmp_path, flags):
-    assert convert("--load", ours, "--to-megatron", tmp_path / "theirs", *flags.split()) == 0
-    assert (tmp_path / "theirs" / "latest_checkpointed_iteration.txt").read_text() == "release"
-    assert convert("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "back") == 0
+    theirs = to_megatron(ours, tmp_path, flags)
+    assert (theirs / "latest_checkpointed_iteration.txt").read_text() == "release"
+    assert convert("--from-megatron", theirs, "--save", tmp_path / "back") == 0
     check_same(read(tmp_path / "back"), read(ours))
 
 
 # Keys that megatron-core 0.19.2 saves for MODEL with a local GPTModel, layer 0 apart from attention left out.
-GPT_KEYS = {
-    "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight": [32],
-    "decoder.layers.1.self_attention.linear_qkv.weight": [96, 32],
-    "decoder.layers.1.self_attention.linear_proj.weight": [32, 32],
-    "decoder.layers.1.mlp.linear_fc1.layer_norm_weight": [32],
-    "decoder.layers.1.mlp.router.weight": [4, 32],
-    "decoder.layers.1.mlp.router.expert_bias": [4],
-    "decoder.layers.1.mlp.experts.experts.linear_fc1.weight": [4, 48, 32],
-    "decoder.layers.1.mlp.experts.experts.linear_fc2.weight": [4, 32, 24],
-    "decoder.layers.1.mlp.shared_experts.gate_weight": [1, 32],
-    "decoder.layers.1.mlp.shared_experts.linear_fc1.weight": [80, 32],
-    "decoder.layers.1.mlp.shared_experts.linear_fc2.weight": [32, 40],
-    "decoder.final_layernorm.weight": [32],
-    "output_layer.weight": [64, 32],
-    "embedding.word_embeddings.weight": [64, 32],
-}
+GPT_KEYS = """\
+decoder.layers.1.self_attention.linear_qkv.layer_norm_weight [32]
+decoder.layers.1.self_attention.linear_qkv.weight [96, 32]
+decoder.layers.1.self_attention.linear_proj.weight [32, 32]
+decoder.layers.1.mlp.linear_fc1.layer_norm_weight [32]
+decoder.layers.1.mlp.router.weight [4, 32]
+decoder.layers.1.mlp.router.expert_bias [4]
+decoder.layers.1.mlp.experts.experts.linear_fc1.weight [4, 48, 32]
+decoder.layers.1.mlp.experts.experts.linear_fc2.weight [4, 32, 24]
+decoder.layers.1.mlp.shared_experts.gate_weight [1, 32]
+decoder.layers.1.mlp.shared_experts.linear_fc1.weight [80, 32]
+decoder.layers.1.mlp.shared_experts.linear_fc2.weight [32, 40]
+decoder.final_layernorm.weight [32]
+output_layer.weight [64, 32]
+embedding.word_embeddings.weight [64, 32]"""
 EXTRA = {
     "decoder.layers.1.self_attention.linear_qkv._extra_state/shard_0_1",
     "decoder.layers.1.self_attention.linear_proj._extra_state/shard_0_1",
@@ -110,12 +112,12 @@ def test_keys_are_those_of_megatron_core(ours, tmp_path):
     flags = (
         f"{DIST} --transformer-impl local --common-state object --make-vocab-size-divisible-by 64"
     )
-    assert convert("--load", ours, "--to-megatron", tmp_path / "theirs", *flags.split()) == 0
-    path = tmp_path / "theirs" / "release"
+    path = to_megatron(ours, tmp_path, flags) / "release"
     stored = load_metadata(path / ".metadata").state_dict_metadata
-    tensors = {k: [*v.size] for k, v in stored.items() if hasattr(v, "size") and ".0." not in k}
-    assert tensors == GPT_KEYS
-    assert {key for key in stored if "/shard_" in key and ".0." not in key} == EXTRA
+    kept = {key: value for key, value in stored.items() if ".0." not in key}
+    tensors = {f"{key} {[*v.size]}" for key, v in kept.items() if hasattr(v, "size")}
+    assert tensors == {*GPT_KEYS.splitlines()}
+    assert {key for key in kept if "/shard_" in key} == EXTRA
     assert len(stored["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"].chunks) == 8
     config = json.loads((path / "metadata.json").read_text())
     assert (config["sharded_backend"], config["sharded_backend_version"]) == ("torch_dist", 1)
@@ -123,8 +125,7 @@ def test_keys_are_those_of_megatron_core(ours, tmp_path):
 
 def test_a_hybrid_model_has_its_own_layers(ours, tmp_path):
     flags = f"{DIST} --hybrid-layer-pattern *-*E"
-    assert convert("--load", ours, "--to-megatron", tmp_path / "theirs", *flags.split()) == 0
-    path = tmp_path / "theirs" / "release"
+    path = to_megatron(ours, tmp_path, flags) / "release"
     keys = load_metadata(path / ".metadata").state_dict_metadata
     for key in (
         "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
@@ -145,9 +146,7 @@ def test_layers_of_one_part_are_those_of_a_hybrid_model(tmp_path, capsys, engine
     trainer = make_trainer(SoloComm(), small_run(num_layers=4, layer_types="*,*-,-,-"))
     trainer.save(str(tmp_path / "ours"))
     trainer.close()
-    theirs = tmp_path / "theirs"
-    words = ["--load", tmp_path / "ours", "--to-megatron", theirs, "--transformer-impl", engine]
-    assert convert(*words, *DIST.split()) == 0
+    theirs = to_megatron(tmp_path / "ours", tmp_path, f"{DIST} --transformer-impl {engine}")
     args = load_pickled(theirs / "release" / "common.pt")["args"]
     assert (args.hybrid_layer_pattern, args.num_layers) == ("**---", 5)
     keys = load_metadata(theirs / "release" / ".metadata").state_dict_metadata
@@ -157,14 +156,12 @@ def test_layers_of_one_part_are_those_of_a_hybrid_model(tmp_path, capsys, engine
     assert convert("--from-megatron", theirs, "--save", tmp_path / "back") == 0
     assert open_weights(str(tmp_path / "back")).model.layer_types == "*,*-,-,-"
     check_same(read(tmp_path / "back"), read(tmp_path / "ours"))
-    capsys.readouterr()
     for words, message in (
         (["--to-megatron", tmp_path / "no", *LEGACY.split()], "only HybridModel has these layers"),
         (["--to-hf", tmp_path / "no"], "no architecture of Hugging Face has this block"),
     ):
-        assert convert("--load", tmp_path / "ours", *words) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert message in line and not (tmp_path / "no").exists()
+        assert message in refused(capsys, "--load", tmp_path / "ours", *words)
+        assert not (tmp_path / "no").exists()
 
 
 def rewrite(theirs: Path, change: Any) -> None:
@@ -185,17 +182,16 @@ def together(model: Tensors) -> None:
 
 def test_experts_of_a_grouped_mlp_are_read(ours, tmp_path):
     flags = f"{LEGACY} --tensor-model-parallel-size 2 --expert-model-parallel-size 2"
-    assert convert("--load", ours, "--to-megatron", tmp_path / "theirs", *flags.split()) == 0
-    rewrite(tmp_path / "theirs", together)
-    check_same(read(tmp_path / "theirs"), read(ours))
+    theirs = to_megatron(ours, tmp_path, flags)
+    rewrite(theirs, together)
+    check_same(read(theirs), read(ours))
 
 
 @pytest.mark.parametrize("common_file", [True, False])
 def test_experts_with_keys_of_their_own_are_read(ours, tmp_path, common_file):
     """As with singleton_local_shards: each expert, gate and value is a tensor."""
     flags = f"{DIST} --transformer-impl local"
-    assert convert("--load", ours, "--to-megatron", tmp_path / "theirs", *flags.split()) == 0
-    common = load_pickled(tmp_path / "theirs" / "release" / "common.pt")
+    common = load_pickled(to_megatron(ours, tmp_path, flags) / "release" / "common.pt")
     tensors: Tensors = {}
     for name, tensor in read(ours).items():
         own = name.replace(".gate.weight", ".gate_weight")
@@ -230,9 +226,8 @@ def test_experts_with_keys_of_their_own_are_read(ours, tmp_path, common_file):
     ],
 )
 def test_a_layout_that_cannot_be_written_is_one_line(ours, tmp_path, capsys, flags, message):
-    assert convert("--load", ours, "--to-megatron", tmp_path / "theirs", *flags.split()) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line and not list(tmp_path.iterdir())
+    words = ("--load", ours, "--to-megatron", tmp_path / "theirs", *flags.split())
+    assert message in refused(capsys, *words) and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -248,34 +243,16 @@ def test_a_layout_that_cannot_be_written_is_one_line(ours, tmp_path, capsys, fla
     ],
 )
 def test_saved_arguments_of_experts_are_checked(ours, tmp_path, capsys, change, message):
-    theirs = tmp_path / "theirs"
-    assert convert("--load", ours, "--to-megatron", theirs, *DIST.split()) == 0
-    file = theirs / "release" / "common.pt"
-    common = torch.load(file, weights_only=False)
-    for name, value in change.items():
-        setattr(common["args"], name, value)
-    torch.save(common, file)
-    capsys.readouterr()
-    assert convert("--from-megatron", theirs, "--save", tmp_path / "back") == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line and not (tmp_path / "back").exists()
+    theirs = to_megatron(ours, tmp_path, DIST)
+    change_arguments(theirs / "release" / "common.pt", **change)
+    assert message in refused(capsys, "--from-megatron", theirs, "--save", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
 
 
 def test_a_hybrid_model_numbers_other_layers(ours):
     model = replace(open_weights(str(ours)).model, no_rope_freq="[0,1]")
     with pytest.raises(ValueError, match=r"--no-rope-freq is \[0,1\]: in a HybridModel"):
         check_pattern("*-*E", model)
-
-
-class Attack:
-    def __reduce__(self):
-        return os.system, ("touch attacked",)
-
-
-def damaged(directory: Path, common: Any) -> Path:
-    """Write a checkpoint whose common state is an object of .distcp files."""
-    tensors = {"embedding.word_embeddings.weight": torch.zeros(64, 32)}
-    return write_iteration(directory, 7, tensors, common)
 
 
 def cut(path: Path) -> None:
@@ -301,12 +278,12 @@ def test_a_damaged_or_malicious_common_state_is_named(
     tmp_path, capsys, monkeypatch, common, change, message
 ):
     monkeypatch.chdir(tmp_path)
-    path = damaged(tmp_path / "theirs", common)
+    tensors = {"embedding.word_embeddings.weight": torch.zeros(64, 32)}
+    path = write_iteration(tmp_path / "theirs", 7, tensors, common)
     if change is not None:
         change(path)
-    assert convert("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "back") == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line and [p.name for p in tmp_path.iterdir()] == ["theirs"]
+    words = ("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "back")
+    assert message in refused(capsys, *words)
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
     with pytest.raises(ValueError, match=re.escape(message)):
         find_checkpoint(small_run(load=str(tmp_path / "theirs")), SoloComm())
-    assert not (tmp_path / "attacked").exists()

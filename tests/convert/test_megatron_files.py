@@ -15,12 +15,13 @@ import pytest
 import torch
 
 import fugaku_megatron as fm
-from fugaku_megatron.cli import program
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.convert.megatron.arguments import arguments_of
 from fugaku_megatron.convert.open_weights import open_weights
 from fugaku_megatron.convert.weights import shapes
+from tests.checks.conversions import convert, refused
 from tests.checks.torch_dist import write_iteration
+from tests.fault_injection import flip_file_bit
 from tests.helpers import find_checkpoint, small_run
 from tests.tokenizer_files import make
 
@@ -42,24 +43,13 @@ def write_run(directory: Path, tokenizer_type: str = "GPT2BPETokenizer") -> Path
     return path
 
 
-def change(path: Path, name: str) -> None:
-    contents = bytearray((path / name).read_bytes())
-    contents[-1] ^= 1
-    (path / name).write_bytes(contents)
-
-
-def rewrite(path: Path, contents: object) -> None:
-    (path / MANIFEST).write_text(json.dumps(contents))
-
-
-def convert(source: Path, target: Path) -> int:
-    words = ["convert", "--from-megatron", str(source), "--save", str(target)]
-    return program.main(words)
+def with_manifest(text: str) -> Callable[[Path], object]:
+    return lambda path: (path / MANIFEST).write_text(text)
 
 
 def test_a_checkpoint_with_its_manifest_is_read(tmp_path):
     write_run(tmp_path / "theirs")
-    assert convert(tmp_path / "theirs", tmp_path / "ours") == 0
+    assert convert("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "ours") == 0
     weights = open_weights(str(tmp_path / "ours"))
     assert weights.read("decoder.final_layernorm.weight").eq(1).all()
 
@@ -67,12 +57,18 @@ def test_a_checkpoint_with_its_manifest_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: change(path, PIECES), f"{PIECES} is not the file that was saved: its sha256"),
-        (lambda path: change(path, ".metadata"), ".metadata is not the file that was saved"),
+        (
+            lambda path: flip_file_bit(path / PIECES),
+            f"{PIECES} is not the file that was saved: its sha256",
+        ),
+        (
+            lambda path: flip_file_bit(path / ".metadata"),
+            ".metadata is not the file that was saved",
+        ),
         (lambda path: (path / PIECES).unlink(), f"{PIECES} is missing, and {MANIFEST} lists it"),
-        (lambda path: rewrite(path, {"algorithm": "md5", "files": {}}), "has digests of 'md5'"),
-        (lambda path: rewrite(path, {"files": ["a"]}), "is damaged: files is not an object of"),
-        (lambda path: (path / MANIFEST).write_text("{"), f"{MANIFEST} is not JSON"),
+        (with_manifest('{"algorithm": "md5", "files": {}}'), "has digests of 'md5'"),
+        (with_manifest('{"files": ["a"]}'), "is damaged: files is not an object of"),
+        (with_manifest("{"), f"{MANIFEST} is not JSON"),
     ],
 )
 def test_a_checkpoint_that_differs_from_its_manifest_is_one_line(
@@ -80,9 +76,8 @@ def test_a_checkpoint_that_differs_from_its_manifest_is_one_line(
 ):
     path = write_run(tmp_path / "theirs")
     damage(path)
-    assert convert(tmp_path / "theirs", tmp_path / "ours") == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line and not (tmp_path / "ours").exists()
+    words = ("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "ours")
+    assert message in refused(capsys, *words) and not (tmp_path / "ours").exists()
     run = small_run(vocab_size=make.ROWS, load=str(tmp_path / "theirs"), no_load_optim=True)
     with pytest.raises(ValueError, match=re.escape(message)):
         find_checkpoint(run, SoloComm())
@@ -98,7 +93,7 @@ def test_the_tokenizer_of_the_checkpoint_belongs_to_the_model(tmp_path, tokenize
         assert carried is None
         return
     assert carried == path / "tokenizer"
-    assert convert(tmp_path / "theirs", tmp_path / "ours") == 0
+    assert convert("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "ours") == 0
     for directory in ("theirs", "ours"):
         tokenizer = fm.load(tmp_path / directory).tokenizer
         assert tokenizer.decode(tokenizer.encode("the model")) == "the model"

@@ -14,20 +14,22 @@ import torch
 from fugaku_megatron.convert.megatron.arguments import arguments_of, model_of
 from fugaku_megatron.convert.megatron.pickles import load_metadata
 from fugaku_megatron.convert.open_weights import open_weights
-from tests.checks.conversions import check_same, convert, read, save_random
+from tests.checks.conversions import (
+    BLOCK,
+    change_arguments,
+    check_same,
+    convert,
+    read,
+    refused,
+    save_random,
+    to_megatron,
+)
 from tests.helpers import small_run
 
 pytestmark = pytest.mark.parallel
 
 LATENT: dict[str, Any] = {
-    "num_layers": 2,
-    "vocab_size": 60,
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "disable_bias_linear": True,
-    "ffn_hidden_size": 48,
-    "position_embedding_type": "rope",
-    "untie_embeddings_and_output_weights": True,
+    **BLOCK,
     "multi_latent_attention": True,
     "q_lora_rank": 20,
     "kv_lora_rank": 16,
@@ -68,9 +70,8 @@ def ours(tmp_path_factory) -> dict[str, Path]:
     ],
 )
 def test_weights_come_back(ours, tmp_path, name, flags):
-    words = ["--to-megatron", tmp_path / "theirs", *flags.split()]
-    assert convert("--load", ours[name], *words) == 0
-    assert convert("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "back") == 0
+    theirs = to_megatron(ours[name], tmp_path, flags)
+    assert convert("--from-megatron", theirs, "--save", tmp_path / "back") == 0
     before = open_weights(str(ours[name]))
     after = open_weights(str(tmp_path / "back"))
     for field in LATENT:
@@ -103,8 +104,8 @@ STATES = [
 
 
 def test_norms_are_parts_of_the_next_matmul_with_transformer_engine(ours, tmp_path):
-    assert convert("--load", ours["latent"], "--to-megatron", tmp_path / "theirs") == 0
-    stored = load_metadata(tmp_path / "theirs" / "release" / ".metadata").state_dict_metadata
+    theirs = to_megatron(ours["latent"], tmp_path)
+    stored = load_metadata(theirs / "release" / ".metadata").state_dict_metadata
     tensors = {key for key, value in stored.items() if hasattr(value, "size")}
     layer = {f"self_attention.{name}" for name in ATTENTION} | {f"mlp.{name}" for name in MLP}
     layer.add("input_layernorm.weight")
@@ -128,9 +129,8 @@ def test_norms_are_parts_of_the_next_matmul_with_transformer_engine(ours, tmp_pa
 
 
 def test_norms_keep_their_names_without_transformer_engine(ours, tmp_path):
-    words = ["--to-megatron", tmp_path / "theirs", "--transformer-impl", "local"]
-    assert convert("--load", ours["experts"], *words) == 0
-    stored = load_metadata(tmp_path / "theirs" / "release" / ".metadata").state_dict_metadata
+    theirs = to_megatron(ours["experts"], tmp_path, "--transformer-impl local")
+    stored = load_metadata(theirs / "release" / ".metadata").state_dict_metadata
     for place in ("decoder.layers.0", "decoder.layers.1", "mtp.layers.0.transformer_layer"):
         for norm in ("input_layernorm", "pre_mlp_layernorm", "self_attention.kv_layernorm"):
             assert f"{place}.{norm}.weight" in stored
@@ -149,10 +149,8 @@ def test_norms_keep_their_names_without_transformer_engine(ours, tmp_path):
     ],
 )
 def test_a_format_without_the_parts_is_one_line(ours, tmp_path, capsys, flags, message):
-    words = ["--to-megatron", tmp_path / "theirs", *flags.split()]
-    assert convert("--load", ours["latent"], *words) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line and not list(tmp_path.iterdir())
+    words = ("--load", ours["latent"], "--to-megatron", tmp_path / "theirs", *flags.split())
+    assert message in refused(capsys, *words) and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -166,17 +164,10 @@ def test_a_format_without_the_parts_is_one_line(ours, tmp_path, capsys, flags, m
     ],
 )
 def test_saved_arguments_are_compared_with_the_tensors(ours, tmp_path, capsys, change, message):
-    theirs = tmp_path / "theirs"
-    assert convert("--load", ours["latent"], "--to-megatron", theirs) == 0
-    file = theirs / "release" / "common.pt"
-    common = torch.load(file, weights_only=False)
-    for name, value in change.items():
-        setattr(common["args"], name, value)
-    torch.save(common, file)
-    capsys.readouterr()
-    assert convert("--from-megatron", theirs, "--save", tmp_path / "back") == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line and not (tmp_path / "back").exists()
+    theirs = to_megatron(ours["latent"], tmp_path)
+    change_arguments(theirs / "release" / "common.pt", **change)
+    assert message in refused(capsys, "--from-megatron", theirs, "--save", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
 
 
 def arguments(**changes: Any) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 import fugaku_megatron as fm
 from fugaku_megatron.checkpoint.manifest import read_manifest
+from tests.checks.conversions import convert, refused
 from tests.checks.refusals import refusals
-from tests.hf_models import LENGTH, MODELS, VOCABULARY, convert, decoder, randomized
+from tests.hf_models import LENGTH, MODELS, VOCABULARY, decoder, randomized
 
 pytestmark = pytest.mark.unit
 
@@ -117,14 +118,6 @@ def check_near(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
-def refusal(capsys, *words: object) -> str:
-    capsys.readouterr()
-    assert convert(*words) == 2
-    line = capsys.readouterr().err.strip()
-    assert "\n" not in line
-    return line
-
-
 def check_both_ways(model: torch.nn.Module, folder: Path) -> str:
     """Compare logits of adapters that are merged, loaded, and written again; returns --lora-target."""
     model.save_pretrained(folder / "hf")
@@ -204,7 +197,7 @@ def test_adapters_that_are_damaged_or_match_nothing_are_refused(
     without, fields = re.fullmatch(r"(?:without (\S+) )?(.*)", change).groups()
     edit(tmp_path / "peft", without, json.loads(fields))
     words = ("--from-hf", tmp_path / "hf", "--from-peft", tmp_path / "peft", "--merge")
-    assert message in refusal(capsys, *words, "--save", tmp_path / "ours")
+    assert message in refused(capsys, *words, "--save", tmp_path / "ours")
 
 
 def edit(folder: Path, removed: str | None, changes: dict) -> None:
@@ -233,7 +226,7 @@ def test_what_has_no_adapter_here_is_named(kind, module, what, tmp_path, capsys)
     router = {f"{PREFIX}{module}.lora_{kind}.weight": torch.ones(4, 4) for kind in "AB"}
     save_file({**load_file(file), **router}, file)
     words = ("--from-hf", tmp_path / "hf", "--from-peft", tmp_path / "peft", "--merge")
-    assert what in refusal(capsys, *words, "--save", tmp_path / "ours")
+    assert what in refused(capsys, *words, "--save", tmp_path / "ours")
 
 
 def as_wrapper(folder: Path, prefix: str) -> None:
@@ -286,12 +279,12 @@ def test_adapters_in_place_of_a_model_or_next_to_it(tmp_path, capsys):
     expected = adapted_logits(model, folder)
     save = ("--save", tmp_path / "ours")
     message = "holds peft's adapters of the model org/base, and no model: pass fugaku-megatron convert --from-hf org/base"
-    assert message in refusal(capsys, "--from-hf", folder, *save)
+    assert message in refused(capsys, "--from-hf", folder, *save)
     with pytest.raises(ValueError, match="of the model org/base, and no model"):
         fm.load(folder)
     model.save_pretrained(folder)
     message = "has adapter_config.json next to the weights, and transformers adds such adapters"
-    assert message in refusal(capsys, "--from-hf", folder, *save)
+    assert message in refused(capsys, "--from-hf", folder, *save)
     with pytest.raises(ValueError, match="adapter_config.json next to the weights"):
         fm.load(folder)
     assert convert("--from-hf", folder, "--from-peft", f"{folder}/", "--merge", *save) == 0

@@ -20,11 +20,11 @@ from tests.hf_models import (  # noqa: E402
 )
 
 pytestmark = pytest.mark.unit
+from tests.checks.conversions import refused  # noqa: E402
 from tests.checks.hugging_face import (  # noqa: E402
     assert_same_logits,
     edit,
     model_of_flags,
-    refused,
     there_and_back,
     without_files,
 )
@@ -151,6 +151,5 @@ def test_a_scaling_that_megatron_has_no_arguments_for_is_refused(
     randomized(decoder("Llama", rope_parameters=rope, max_position_embeddings=256)).save_pretrained(
         tmp_path / "hf"
     )
-    capsys.readouterr()
     line = refused(capsys, "--from-hf", tmp_path / "hf", "--to-megatron", tmp_path / "megatron")
     assert message in line and not list(tmp_path.glob("*megatron*"))

@@ -183,7 +183,8 @@ def test_another_layout_continues_with_the_same_curve(mpich, alone, tmp_path):
 def test_a_converted_model_keeps_its_padding_out_of_the_loss(alone, tmp_path):
     """Logits are near -60, so that a padding row would have the whole softmax, as it has if the flag says no."""
     pytest.importorskip("transformers")
-    from tests.hf_models import convert, shifted_gpt2
+    from tests.checks.conversions import convert
+    from tests.hf_models import shifted_gpt2
 
     model = shifted_gpt2(503, 16, -60.0)
     own = tmp_path / "own"

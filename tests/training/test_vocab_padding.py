@@ -40,7 +40,8 @@ from tests.threads import ThreadWorld
 
 transformers = pytest.importorskip("transformers")
 
-from tests.hf_models import convert, shifted_gpt2, tensors  # noqa: E402
+from tests.checks.conversions import convert  # noqa: E402
+from tests.hf_models import shifted_gpt2, tensors  # noqa: E402
 
 pytestmark = pytest.mark.parallel
 
