@@ -21,7 +21,7 @@ CONDITIONS = {
     ),
     "one_stage": Requirement(
         "--pipeline-model-parallel-size is above 1: leave one of them out",
-        lambda run: run.parallel.pipeline_model_parallel_size == 1,
+        lambda run: run.pp == 1,
     ),
     "no_experts": Requirement(
         "this variant of experts is not supported: leave it out",

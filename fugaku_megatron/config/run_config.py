@@ -243,6 +243,11 @@ class RunConfig:
         return self.parallel.context_parallel_size
 
     @cached_property
+    def ep(self) -> int:
+        """Expert-parallel size."""
+        return self.parallel.expert_model_parallel_size
+
+    @cached_property
     def etp(self) -> int:
         """Ranks that share each expert's matrices."""
         return self.parallel.expert_tensor_parallel_size or self.tp

@@ -85,15 +85,13 @@ class Division:
 
     @staticmethod
     def of(run: RunConfig) -> Division:
-        parallel = run.parallel
         pairs = run.tokens_per_microbatch * run.model.moe_router_topk
-        etp = run.etp
         return Division(
-            ep=parallel.expert_model_parallel_size,
-            etp=etp,
-            divided=parallel.divides_experts,
+            ep=run.ep,
+            etp=run.etp,
+            divided=run.parallel.divides_experts,
             chosen=pairs // run.sequence_shards,
-            here=pairs * etp // run.tp,
+            here=pairs * run.etp // run.tp,
         )
 
 

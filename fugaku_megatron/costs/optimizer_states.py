@@ -191,7 +191,7 @@ def _replicated(run: RunConfig, kind: LayerKind) -> Matrices:
 
 def matrix_elements(run: RunConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return every layer's Muon matrix elements on one rank: (divided experts, others)."""
-    expert_ranks = run.parallel.expert_model_parallel_size * run.etp
+    expert_ranks = run.ep * run.etp
 
     def total(matrices: Matrices) -> int:
         return sum(count * rows * columns for count, rows, columns in matrices)

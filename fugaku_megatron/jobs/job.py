@@ -170,11 +170,10 @@ def _group(args: argparse.Namespace, groups: dict[str, ResourceGroup]) -> Resour
 
 def _flags(best: search.LayoutCandidate, args: argparse.Namespace, mode: Mode) -> tuple[str, ...]:
     run = best.run
-    parallel = best.run.parallel
     words = plan_text.train_flags(best, args)
     always = {
-        "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
-        "--pipeline-model-parallel-size": parallel.pipeline_model_parallel_size,
+        "--tensor-model-parallel-size": run.tp,
+        "--pipeline-model-parallel-size": run.pp,
         "--micro-batch-size": run.batch.micro_batch_size,
         "--global-batch-size": run.batch.global_batch_size,
         "--cpu-frequency": f"{mode.ghz:.1f}",

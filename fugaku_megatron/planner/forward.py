@@ -90,16 +90,8 @@ def _part(kind: LayerKind, record: Record) -> str:
 
 def forward(run: RunConfig, system: System) -> Forward:
     """Model a forward pass. ValueError for more than one rank on a node or for parallel layouts."""
-    parallel = run.parallel
-    sizes = (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.context_parallel_size,
-        parallel.expert_model_parallel_size,
-        system.ranks_per_node,
-    )
     check(
-        max(sizes) == 1,
+        max(run.tp, run.pp, run.cp, run.ep, system.ranks_per_node) == 1,
         "--forward models one rank on a node and experts divided over --nodes: leave out the parallel sizes, "
         "and pass --ranks-per-node 1",
     )

@@ -10,7 +10,7 @@ import difflib
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,29 +48,7 @@ INT8 = "int8"  # descriptions of an earlier calibrate lack its rate
 CURVES = ("gemm_curves", "int8_curves")
 
 
-COLLECTIONS = {
-    **dict.fromkeys(CURVES, list),
-    "clocks_ghz": list,
-    "peak_tflops": dict,
-    "native": dict,
-    "core": dict,
-}  # all others are numbers
-
-
-WHOLE_NUMBERS = ("units", "threads", "ranks_per_node")
-
-
-OPTIONAL = (
-    "native",
-    "core",
-    "int8_curves",
-    "process_mib",
-    "slow_reduce_gbs",
-    "all_to_all_gbs",
-    "intra_reduce_gbs",
-    "file_system_gbs",
-    "node_storage_gbs",
-)  # not every machine has them
+COLLECTIONS = {"tuple": list, "dict": dict}  # of a field in a description; others are numbers
 
 
 class GemmCurve(NamedTuple):
@@ -261,15 +239,16 @@ def _check_numbers(name: str, value: Any) -> None:
 
 
 def _check_kinds(values: JsonObject) -> None:
+    types = {each.name: str(each.type).partition("[")[0] for each in fields(Machine)}
     for key, value in values.items():
         if (
-            not isinstance(value, COLLECTIONS.get(key, (int, float)))
+            not isinstance(value, COLLECTIONS.get(types.get(key, ""), (int, float)))
             or value == []
             or key == "peak_tflops"
             and not value
         ):
             raise TypeError(f"{key} is {value!r:.60}, which is empty or of another kind")
-        if key in WHOLE_NUMBERS and not isinstance(value, int):
+        if types.get(key) == "int" and not isinstance(value, int):
             raise TypeError(f"{key} is {value!r:.60}, not a whole number")
     lacking = [name for name in PRECISIONS if name not in values.get("peak_tflops", PRECISIONS)]
     if lacking:
@@ -291,11 +270,10 @@ def from_data(name: str, data: JsonObject) -> Machine:
         if kind in values:
             values[kind] = tuple(GemmCurve(**curve) for curve in values[kind])
     values["clocks_ghz"] = tuple(values["clocks_ghz"])
-    missing = (
-        {f.name for f in fields(Machine)}
-        - values.keys()
-        - {"name", "title", "kind", "ghz", "sources", *OPTIONAL}
-    )
+    needed = {
+        f.name for f in fields(Machine) if f.default is MISSING and f.default_factory is MISSING
+    }
+    missing = needed - values.keys() - {"name", "title", "kind", "ghz", "sources"}
     if missing:
         raise KeyError(f"no {', '.join(sorted(missing))}")
     if data["kind"] not in KINDS:

@@ -487,11 +487,10 @@ def lacking_choices(run: RunConfig, code: Software) -> Iterator[str]:
     zero = run.parallel.zero_stage
     kind = training.recompute_granularity or "none"
     kind = "block" if kind == "full" and training.recompute_method == "block" else kind
-    shared = run.parallel.context_parallel_size
     if kind not in code.choices.recompute:
         yield f"{kind} recompute"
-    if shared > 1 and code.style != "native":
-        yield f"--context-parallel-size {shared}"
+    if run.cp > 1 and code.style != "native":
+        yield f"--context-parallel-size {run.cp}"
     if zero not in code.choices.zero_stages:
         yield f"--zero-stage {zero}"
 

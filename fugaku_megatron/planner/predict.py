@@ -176,7 +176,7 @@ def fitting(run: RunConfig, system: System) -> Iterator[Layout]:
     asked = run.parallel
     world = system.world_size
     sizes = [size for size in range(1, min(world, MOST) + 1) if world % size == 0]
-    own = asked.tensor_model_parallel_size, asked.pipeline_model_parallel_size
+    own = run.tp, run.pp
 
     def distance(pair: tuple[int, ...]) -> float:
         return sum(abs(math.log(size / given)) for size, given in zip(pair, own, strict=True))

@@ -366,7 +366,7 @@ def _contexts(
     shared = choices.names and run.model.seq_length >= LONG
     sizes = [2**i for i in range(SHARERS.bit_length())] if shared else [1]
     if "context_parallel_size" in held:
-        sizes = [run.parallel.context_parallel_size]
+        sizes = [run.cp]
     for cp in sizes:
         each = "cp_comm_type" not in held and cp > 1
         yield from ((cp, (kind,)) for kind in CP_COMM_TYPES) if each else [(cp, given)]

@@ -229,7 +229,6 @@ class Software:
         if features.BALANCED_SPLIT in self.choices.names:
             return run
         layers = run.model.num_layers
-        pp = run.parallel.pipeline_model_parallel_size
         split = run.parallel.pipeline_split
         check(
             split in ("balanced", "even"),
@@ -237,8 +236,8 @@ class Software:
             f"--software {THIS_PROJECT}",
         )
         check(
-            layers % pp == 0 or layers < pp,
-            f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size {pp}, "
+            layers % run.pp == 0 or layers < run.pp,
+            f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size {run.pp}, "
             f"and {self.name} cuts layers evenly: change one of them",
         )
         return replace(run, parallel=replace(run.parallel, pipeline_split="even"))

@@ -289,8 +289,7 @@ def _in_layer(run: RunConfig, software: Software, work: Work) -> Work:
     if any(c.group == "cp" for c in collectives):
         if any(c.verb != "send" for c in collectives):
             return work
-        cp = run.parallel.context_parallel_size
-        overlapped = tuple(replace(p, count=p.count * (cp - 1) // cp) for p in overlapped)
+        overlapped = tuple(replace(p, count=p.count * (run.cp - 1) // run.cp) for p in overlapped)
     elif collectives and overlapped and features.TP_COMM_OVERLAP in software.active(run):
         data = overlapped[0]
         reduced = any(c.verb == "reduce_scatter" for c in collectives)
@@ -325,9 +324,7 @@ def _layer(
         hiding = 1 if row(run.parallel.schedule).splits_backward else None
         return tuple(matmul for work in works(step) for matmul in work.matmuls[:hiding])
 
-    groups = experts.exchanged_groups(
-        (run.model.num_experts or 0) // run.parallel.expert_model_parallel_size
-    )
+    groups = experts.exchanged_groups((run.model.num_experts or 0) // run.ep)
     exchange = ExpertExchange(
         there=sent(DISPATCH),
         back=sent(COMBINE),

@@ -88,7 +88,7 @@ def layers_row(context: Context, shape: str, seconds: float) -> JsonObject:
     run = context.agreed(chosen_layers(context, shape, seconds))
     if run is None:
         return {"left_out": "memory or time"}
-    tp = run.parallel.tensor_model_parallel_size
+    tp = run.tp
     group = context.world.split(context.world.rank // tp, context.world.rank)
     with contextlib.closing(make_trainer(run, group)) as trainer:
         whole, rounds = repeated(group, trainer.train_step, seconds / 2)

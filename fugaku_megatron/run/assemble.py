@@ -78,10 +78,7 @@ def configure_process(plan: Plan, world: Comm, nodes: Nodes | None = None) -> st
     system = run.system
     parallel = run.parallel
     several_nodes = nodes is not None and nodes.count > 1
-    overlaps = (
-        parallel.tp_comm_overlap
-        or max(parallel.context_parallel_size, parallel.expert_model_parallel_size) > 1
-    )
+    overlaps = parallel.tp_comm_overlap or max(run.cp, run.ep) > 1
     return runtime.init(
         world,
         runtime.ProcessSettings(

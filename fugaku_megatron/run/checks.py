@@ -36,7 +36,7 @@ def check_same_run(run: RunConfig, world: Comm) -> list[str]:
         flag(each.name): run.values[each.name] for each in all_flags() if each.differs == BY_STAGE
     }
     among = differing(world, recompute)
-    tp = run.parallel.tensor_model_parallel_size
+    tp = run.tp
     if text is None and among is not None and world.size % tp == 0:
         # Tensor-parallel ranks, which follow each other, recompute together.
         inside = world.split(world.rank // tp, world.rank)

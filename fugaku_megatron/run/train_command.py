@@ -163,7 +163,7 @@ def _train(arguments: Arguments) -> None:
         run.system.hang_timeout_in_secs,
         Path(output.log_file).parent if output.log_file else Path(output.save or "."),
         output.log_file,
-        run.parallel.expert_model_parallel_size,
+        run.ep,
     )
     watchdog = Watchdog.start(settings)
     atexit.register(watchdog.close)

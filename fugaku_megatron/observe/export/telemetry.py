@@ -93,8 +93,8 @@ class Otlp:
         resource: dict[str, str | int | None] = {
             "nemo.run.id": run_id,
             "service.instance.id": f"{run_id}-rank0",
-            "dl.tensor_parallel.size": run.parallel.tensor_model_parallel_size,
-            "dl.pipeline_parallel.size": run.parallel.pipeline_model_parallel_size,
+            "dl.tensor_parallel.size": run.tp,
+            "dl.pipeline_parallel.size": run.pp,
             "dl.data_parallel.size": dp,
             "dl.batch_size": run.batch.global_batch_size,
             "dl.sequence_length": run.model.seq_length,

@@ -31,10 +31,7 @@ SMALL_PANELS: tuple[tuple[str, str], ...] = (
 
 
 def describe(run: RunConfig, dp: int) -> str:
-    tp = run.parallel.tensor_model_parallel_size
-    pp = run.parallel.pipeline_model_parallel_size
-    cp = run.parallel.context_parallel_size
-    layout = Layout(dp * tp * pp * cp, tp, pp, dp, cp=cp)
+    layout = Layout(dp * run.tp * run.pp * run.cp, run.tp, run.pp, dp, cp=run.cp)
     return f"{size_name(model_parameters(run))}, {layout}, {run.precision.name}"
 
 
