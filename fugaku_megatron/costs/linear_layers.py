@@ -9,7 +9,6 @@ from ..config.layer_kinds import EH_PROJ, FC1, FC2, LayerKind, column_parallel, 
 from ..config.rows import MLP_OF_EXPERTS, Q8_BLOCK
 from ..config.run_config import RunConfig
 from .mixers import mixer_costs
-from .mlp import Division
 from .sizes import vocabulary_rows
 from .stages import units
 
@@ -68,9 +67,8 @@ def other_linears(run: RunConfig, kind: LayerKind) -> list[Linear]:
     if kind.mlp != MLP_OF_EXPERTS:
         add_mlp(model.ffn_hidden_size, run.tp)
         return layers
-    division = Division.of(run)
-    experts = (model.expert_count // division.ep, division.divided, True)
-    add_mlp(model.expert_width, division.etp, experts)
+    experts = (model.expert_count // run.ep, run.parallel.divides_experts, True)
+    add_mlp(model.expert_width, run.etp, experts)
     if shared := model.moe_shared_expert_intermediate_size:
         add_mlp(shared, run.tp)
     return layers

@@ -5,7 +5,7 @@ Ranks are assumed to have equally many tokens for their experts. Legend: as in `
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from ..config.model import ModelConfig
@@ -68,31 +68,14 @@ def exchanged_groups(held: int) -> int:
     return max(groups for groups in range(1, EXCHANGED_GROUPS + 1) if held % groups == 0)
 
 
-@dataclass(frozen=True)
-class Division:
-    """Expert parallelism: `ep` groups of ranks with different experts, and `etp` ranks that share each expert.
+def routed_pairs(run: RunConfig) -> int:
+    """Count the (token, expert) pairs that a rank routes."""
+    return run.tokens_per_microbatch * run.model.moe_router_topk // run.sequence_shards
 
-    divided: sharded unlike other matrices.
-    chosen: (token, expert) pairs that a rank routes.
-    here: pairs that a rank's experts compute.
-    """
 
-    ep: int
-    etp: int
-    divided: bool
-    chosen: int
-    here: int
-
-    @staticmethod
-    def of(run: RunConfig) -> Division:
-        pairs = run.tokens_per_microbatch * run.model.moe_router_topk
-        return Division(
-            ep=run.ep,
-            etp=run.etp,
-            divided=run.parallel.divides_experts,
-            chosen=pairs // run.sequence_shards,
-            here=pairs * run.etp // run.tp,
-        )
+def computed_pairs(run: RunConfig) -> int:
+    """Count the (token, expert) pairs that a rank's experts compute."""
+    return run.tokens_per_microbatch * run.model.moe_router_topk * run.etp // run.tp
 
 
 class PairBytes(NamedTuple):
@@ -106,11 +89,11 @@ class PairBytes(NamedTuple):
 def _pair_bytes(run: RunConfig) -> PairBytes:
     model = run.model
     width = run.element_bytes
-    division = Division.of(run)
+    pairs = computed_pairs(run)
     shared = model.shared_expert_width
     return PairBytes(
-        hidden=division.here * model.hidden_size * width,
-        inner=division.here * model.expert_width * width // division.etp,
+        hidden=pairs * model.hidden_size * width,
+        inner=pairs * model.expert_width * width // run.etp,
         shared=run.tokens_per_microbatch * shared * width // run.tp,
     )
 
@@ -156,18 +139,16 @@ COUNT_BYTES = 4  # a token count, reduced as FP32
 def expert_records(run: RunConfig) -> Records:
     """Return the operations in a layer's experts, each with the mean number of rows."""
     model = run.model
-    division = Division.of(run)
+    divided = run.parallel.divides_experts
+    pairs = computed_pairs(run)
     h = model.hidden_size
-    f = model.expert_width // division.etp
-    local_experts = model.expert_count // division.ep
-    mean_rows = -(-division.here // local_experts)
-    if division.divided:
-        around = _divided_collectives(run, division)
-    else:
-        around = _expert_collectives(run)
+    f = model.expert_width // run.etp
+    local_experts = model.expert_count // run.ep
+    mean_rows = -(-pairs // local_experts)
+    around = _divided_collectives(run) if divided else _expert_collectives(run)
 
     def grouped(name: str, outputs: int, inputs: int, replicated: int = 0) -> Record:
-        matmul = linear(name, (division.here, outputs, inputs))
+        matmul = linear(name, (pairs, outputs, inputs))
         bias = 0 if model.disable_bias_linear else outputs
         size = local_experts * (outputs * inputs + bias)
         return replace(
@@ -179,14 +160,14 @@ def expert_records(run: RunConfig) -> Records:
             parameters=size,
             replicated=replicated,
             of_heads=replicated,
-            divided=size if division.divided else 0,
+            divided=size if divided else 0,
         )
 
     # Ranks that share an expert have its second bias.
-    is_shared = not division.divided or division.etp > 1
+    is_shared = not divided or run.etp > 1
     second_bias = local_experts * h if is_shared and not model.disable_bias_linear else 0
 
-    activation_bytes = division.here * model.fc1_widths * f * run.element_bytes
+    activation_bytes = pairs * model.fc1_widths * f * run.element_bytes
     shared = model.moe_shared_expert_intermediate_size
     return (
         _router(run),
@@ -195,7 +176,7 @@ def expert_records(run: RunConfig) -> Records:
             expert_step=DISPATCH,
             forward=around.into,
             backward=around.into_backward,
-            saved_bytes=_order_bytes(run, division),
+            saved_bytes=_order_bytes(run),
         ),
         grouped("linear_fc1", model.fc1_widths * f, h),
         Record(name=model.activation, saved_bytes=activation_bytes),
@@ -244,12 +225,12 @@ def _router(run: RunConfig) -> Record:
     )
 
 
-def _order_bytes(run: RunConfig, division: Division) -> int:
+def _order_bytes(run: RunConfig) -> int:
     """Return the saved bytes of the dispatch order, and of the experts' input if different."""
-    here = division.here
-    if division.divided:
+    here = computed_pairs(run)
+    if run.parallel.divides_experts:
         received = here * (FP32_BYTES + RECEIVED_BYTES) + _pair_bytes(run).hidden
-        return division.chosen * NUMBER_BYTES + received
+        return routed_pairs(run) * NUMBER_BYTES + received
     shards = run.sequence_shards
     saved = here * (FP32_BYTES + NUMBER_BYTES) + here // shards * FP32_BYTES
     return saved + run.activation_bytes if shards > 1 else saved
@@ -282,15 +263,15 @@ def _expert_collectives(run: RunConfig) -> MatmulCollectives:
     )
 
 
-def _divided_collectives(run: RunConfig, division: Division) -> MatmulCollectives:
+def _divided_collectives(run: RunConfig) -> MatmulCollectives:
     model = run.model
     row = run.model.hidden_size * run.element_bytes
     e = run.model.expert_count
-    chosen = division.chosen
-    here = division.here
+    chosen = routed_pairs(run)
+    here = computed_pairs(run)
 
     def sent(rows: int, *sizes: int, group: str = "ep") -> Collectives:
-        ranks = division.ep if group == "ep" else division.etp
+        ranks = run.ep if group == "ep" else run.etp
         if ranks == 1:
             return ()
         return tuple(Collective("all_to_all", group, rows * size) for size in sizes)
@@ -304,10 +285,10 @@ def _divided_collectives(run: RunConfig, division: Division) -> MatmulCollective
         counts += [Collective("all_gather", "tp", chosen * size) for size in (FP32_BYTES, 8)]
     counts += [
         Collective("all_gather", group, e * 8)
-        for group, ranks in (("ep", division.ep), ("etp", division.etp))
+        for group, ranks in (("ep", run.ep), ("etp", run.etp))
         if ranks > 1
     ]
-    if division.ep > 1 and division.etp > 1 and (groups := exchanged_groups(e // division.ep)) > 1:
+    if run.ep > 1 and run.etp > 1 and (groups := exchanged_groups(e // run.ep)) > 1:
         counts.append(Collective("all_reduce", "etp", groups * 8))  # for the order of groups
     dispatch = (*sent(chosen, row, FP32_BYTES), *sent(here, row, FP32_BYTES, group="etp"))
     return MatmulCollectives(
