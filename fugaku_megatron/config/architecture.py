@@ -20,38 +20,7 @@ ANGLES = named(ModelConfig, lambda each: each.meaning.angles)
 
 _LAYERS = of_topic(ModelConfig, LAYERS)
 
-# What several fields say together, and these fields.
-_COMPUTED = (
-    "activation",
-    "all_layer_kinds",
-    "attention_scale",
-    "latent_epsilon",
-    "mlp_widths",
-    "qkv_bias",
-    "query_groups",
-    "yarn_attention_factor",
-)
-# Values that mean the same as no value.
-_NEUTRAL = {"moe_router_topk_scaling_factor": 1.0, "moe_router_num_groups": 1}
-_SPELLINGS = frozenset(
-    {
-        *_LAYERS,
-        *(row.flag for row in ACTIVATIONS.values()),
-        "activation_func",
-        "add_qkv_bias",
-        "attention_multiplier",
-        "bias_gelu_fusion",
-        "ffn_hidden_size",
-        "group_query_attention",
-        "latent_layernorm_epsilon",
-        "mscale",
-        "mscale_all_dim",
-        "mtp_num_layers",
-        "num_query_groups",
-        "rope_type",
-        "window_size",
-    }
-)
+_ACTIVATIONS = frozenset(row.flag for row in ACTIVATIONS.values())
 
 
 def architecture(
@@ -97,12 +66,16 @@ def _meaning(model: ModelConfig) -> FieldValues:
     """Return the values that have an effect on the weights' meaning, one for all spellings."""
     run = RunConfig(model=model, batch=BatchConfig(micro_batch_size=1))
     saved = architecture(model)
-    values = {name: getattr(model, name) for name in _COMPUTED}
+    values: FieldValues = {}
+    neutral = set()
     for each in declarations(ModelConfig):
-        described = each.name in saved and each.name not in _SPELLINGS
-        if described and all(need.is_met(run) for need in each.needs):
-            values[each.name] = saved[each.name]
-    neutral = {name for name, value in _NEUTRAL.items() if values.get(name) == value}
+        if each.part_of:
+            values[each.part_of] = getattr(model, each.part_of)
+        elif each.name in saved and each.name not in (*_LAYERS, *_ACTIVATIONS):
+            if all(need.is_met(run) for need in each.needs):
+                values[each.name] = saved[each.name]
+            if each.neutral is not None and values.get(each.name) == each.neutral:
+                neutral.add(each.name)
     if "moe_router_num_groups" in neutral:
         neutral.add("moe_router_group_topk")
     return values | dict.fromkeys(neutral)

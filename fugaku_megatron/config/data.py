@@ -30,7 +30,6 @@ SENTENCEPIECE_TYPES = (
     "Llama2Tokenizer",
     "JapaneseSentencePiece",
 )
-TIKTOKEN = "TikTokenizer"
 
 FIM_TOKENS = (
     "fim_prefix_token",

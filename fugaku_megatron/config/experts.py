@@ -88,11 +88,13 @@ class ExpertFields:
         None,
         "multiply the scores of the chosen experts by this",
         range=None,
+        neutral=1.0,
     )
     moe_router_num_groups: int | None = expert_field(
         None,
         "groups of experts; the experts of a token are in its best --moe-router-group-topk groups",
         maximum=2**12,
+        neutral=1,
     )
     moe_router_group_topk: int | None = expert_field(
         None,

@@ -113,6 +113,8 @@ class Declaration(NamedTuple):
     meaning: for a run that continues from a checkpoint
     needs: flags and conditions without which the flag has no effect
     differs: BY_STAGE or BY_RANK if the ranks of a run may have different values
+    part_of: property of a model that says what this field and others mean together
+    neutral: value that means the same as None
     drops: fields of a recipe that the flag drops
     excludes: fields whose values the flag sets itself
     topic: set of flags that the code treats alike
@@ -139,6 +141,8 @@ class Declaration(NamedTuple):
     meaning: Meaning = FREE
     needs: tuple[Requirement, ...] = ()
     differs: str | None = None
+    part_of: str | None = None
+    neutral: Any = None
     drops: tuple[str, ...] = ()
     excludes: tuple[str, ...] = ()
     topic: str | None = None

@@ -150,7 +150,10 @@ class ModelConfig(
         megatron=SAME,
     )
     ffn_hidden_size: int = weight_field(
-        None, "width of the MLP (default: 4 x hidden size)", maximum=2**22
+        None,
+        "width of the MLP (default: 4 x hidden size)",
+        maximum=2**22,
+        part_of="mlp_widths",
     )
     seq_length: int = required(
         "tokens per sample, s",
@@ -245,12 +248,14 @@ class ModelConfig(
     activation_func: str | None = weight_optional(
         "the MLP's activation, by the name of a row that a program has added to ACTIVATIONS "
         "(docs/extending.md)",
+        part_of="activation",
     )
     bias_gelu_fusion: bool = weight_field(
         True,
         "the MLP's GELU is its tanh form, which Megatron-LM's fused kernel computes; without this flag, "
         "or with --disable-bias-linear, it is the exact GELU, as in Megatron-LM",
         needs=GELU,
+        part_of="activation",
     )
     openai_gelu: bool = weight_field(
         False, "the MLP's GELU is its tanh form in any case", needs=GELU
@@ -266,12 +271,17 @@ class ModelConfig(
         needs="use_z_loss",
         megatron=SAME,
     )
-    group_query_attention: bool = weight_field(False, "groups of heads share a key and a value")
+    group_query_attention: bool = weight_field(
+        False,
+        "groups of heads share a key and a value",
+        part_of="query_groups",
+    )
     num_query_groups: int | None = weight_field(
         None,
         "groups g of heads, for --group-query-attention (default: 1)",
         maximum=2**16,
         needs="group_query_attention",
+        part_of="query_groups",
     )
     kv_channels: int = weight_field(
         None,
@@ -282,6 +292,7 @@ class ModelConfig(
     add_qkv_bias: bool = weight_field(
         False,
         "biases of queries, keys and values, also with --disable-bias-linear",
+        part_of="qkv_bias",
     )
     qk_layernorm: bool = weight_field(
         False,
@@ -355,11 +366,13 @@ class ModelConfig(
         "yarn multiplies queries and keys by (0.1 x this x ln(factor) + 1) / "
         "(0.1 x --mscale-all-dim x ln(factor) + 1)",
         range=None,
+        part_of="yarn_attention_factor",
     )
     mscale_all_dim: float = yarn_detail_field(
         0.0,
         "see --mscale; --multi-latent-attention multiplies the scores by the square of its divisor",
         range=None,
+        part_of="yarn_attention_factor",
     )
     use_rope_scaling: bool = angle_switch(
         "lengthen rope's long wavelengths as Llama 3.1 does, for longer sequences",
@@ -402,6 +415,7 @@ class ModelConfig(
     window_size: str | None = weight_optional(
         "LEFT,0: a token attends to itself and LEFT tokens before it (Mistral's window - 1), not to all",
         megatron=OWN_FORM,
+        part_of="all_layer_kinds",
     )
     window_attn_skip_freq: str | None = weight_optional(
         "layers without --window-size: every Nth, or a list of 1 (window) and 0 (no window) for all "
@@ -439,6 +453,7 @@ class ModelConfig(
     )
     attention_multiplier: float | None = weight_optional(
         "multiply the attention scores by this (default: 1 / sqrt of the head size)",
+        part_of="attention_scale",
     )
     logits_scaling: float = weight_option(1.0, "divide the logits by this")
     attn_logit_softcapping: float | None = weight_optional(

@@ -44,12 +44,14 @@ class LatentAttentionFields:
         "epsilon of the norms of --kv-lora-rank and --q-lora-rank numbers, 1e-6 in transformers whatever its models "
         "have elsewhere (default: --layernorm-epsilon)",
         needs="multi_latent_attention",
+        part_of="latent_epsilon",
     )
     rope_type: str | None = angle_optional(
         "angles of --multi-latent-attention: yarn, by default, or rope",
         choices=(ROPE, YARN),
         needs="multi_latent_attention",
         megatron=SAME,
+        part_of="position_embedding_type",
     )
 
     def _check_latent_attention(self, position_embedding_type: str) -> None:

@@ -29,6 +29,7 @@ class PredictionFields:
         "model's embedding and head; in training alone (default: none)",
         maximum=MAX_MODULES,
         megatron=SAME,
+        part_of="all_layer_kinds",
     )
     mtp_loss_scaling_factor: float = course_option(
         0.1,
