@@ -30,7 +30,7 @@ from .memory_slot import (
     attempt_number,
     keep_only,
 )
-from .node_copy import own_folder
+from .node_copy import rank_folder
 from .save import Steps
 from .shards import Shard
 from .tensor_files import FilePlan, plan_file
@@ -124,7 +124,7 @@ class MemoryCopies:
         iteration: int = 0,
         attempt: int | None = None,
     ) -> None:
-        self._own = own_folder(folder, world)
+        self._own = rank_folder(folder, world.rank)
         self._run = run
         self._world = world
         self._nodes = nodes

@@ -39,6 +39,7 @@ from .memory_slot import (
     map_file,
     verify_copy,
 )
+from .node_copy import rank_folder
 from .save import put_in_place
 from .schema import Manifest
 
@@ -199,12 +200,8 @@ def _held(path: Path, head: Manifest, holder: int) -> Held:
 
 
 def _is_intact(folder: Path, copy: Held) -> bool:
-    own = _folder_of(folder, copy.rank)
+    own = rank_folder(folder, copy.rank)
     return verify_copy(own / iteration_name(copy.iteration), read_head(own, copy.iteration))
-
-
-def _folder_of(folder: Path, rank: int) -> Path:
-    return folder / f"rank_{rank:05d}"
 
 
 def rebuild(found: Found, folder: Path, world: Comm, nodes: Nodes) -> bool:
@@ -221,7 +218,7 @@ def rebuild(found: Found, folder: Path, world: Comm, nodes: Nodes) -> bool:
             moves.move(rank)
         else:
             moves.compute(rank)
-    own = _folder_of(folder, world.rank)
+    own = rank_folder(folder, world.rank)
     whole = True
     if world.rank in found.lost or world.rank in found.moved:
         whole = verify_copy(own / iteration_name(found.iteration), read_head(own, found.iteration))
@@ -282,7 +279,7 @@ class _Moves:
         self._publish(rank, text, copy)
 
     def _path(self, rank: int) -> Path:
-        return _folder_of(self.folder, rank) / iteration_name(self.found.iteration)
+        return rank_folder(self.folder, rank) / iteration_name(self.found.iteration)
 
     def _is_local(self, holder: int, rank: int) -> bool:
         return self.found.places[holder] == self.found.places[rank]
@@ -306,7 +303,7 @@ class _Moves:
         """Return a new copy on its own rank."""
         if self.world.rank != rank:
             return None
-        own = _folder_of(self.folder, rank)
+        own = rank_folder(self.folder, rank)
         make_copy_folder(own)
         aside = unfinished_path(own, self.found.iteration)
         aside.mkdir()

@@ -59,8 +59,8 @@ def run_name(save: Directory, comm: Comm, make: bool = False) -> str | None:
     return on_root(comm, read)
 
 
-def own_folder(local: Directory, comm: Comm) -> Path:
-    return Path(local) / f"rank_{comm.rank:05d}"
+def rank_folder(local: Directory, rank: int) -> Path:
+    return Path(local) / f"rank_{rank:05d}"
 
 
 def node_first_steps(
@@ -99,10 +99,10 @@ def local_steps(
     description: Description,
     name: str | None,
     comm: Comm,
-    check_lock: CheckLock = bool,
+    check_lock: CheckLock,
 ) -> Steps:
     """Write this rank's copy, remove older ones once all ranks have theirs, and return `Written`."""
-    own = own_folder(local, comm)
+    own = rank_folder(local, comm.rank)
     iteration = description.iteration
     prefix = f"--save-local {local}: iteration {iteration} is not saved: "
     description = replace(description, state={**description.state, "run": name})
@@ -141,7 +141,7 @@ def copy_written(
     if written:
         name, entry = written
         copy_verified(
-            own_folder(local, comm) / iteration_name(iteration) / name, entry, folder / name
+            rank_folder(local, comm.rank) / iteration_name(iteration) / name, entry, folder / name
         )
     return written
 
@@ -151,7 +151,7 @@ def newest_everywhere(local: Directory, comm: Comm, fits: Callable[[Manifest], b
 
     fits: True for a manifest head from this run and layout
     """
-    own = own_folder(local, comm)
+    own = rank_folder(local, comm.rank)
     held = [number for number in list_iterations(own) if fits(read_head(own, number))]
 
     def lowest(bound: int) -> int:
@@ -167,7 +167,7 @@ def newest_everywhere(local: Directory, comm: Comm, fits: Callable[[Manifest], b
 def open_copy(
     local: Directory, comm: Comm, iteration: int, flag: str = "--save-local"
 ) -> Checkpoint:
-    own = own_folder(local, comm)
+    own = rank_folder(local, comm.rank)
     head = read_head(own, iteration)
     path = own / iteration_name(iteration)
     return Checkpoint(

@@ -7,7 +7,7 @@ A file has the FP32 tensors of one number format, named by `Point.key`. Shapes: 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -109,31 +109,23 @@ class Recorder:
         """Run and record iterations. Collective."""
         for _ in range(iterations):
             self.iteration += 1
-            self._before = [shard.master.float().clone() for shard in self._shards]
+            self._before = [shard.master.float().clone() for shard in self.trainer.optimizer.shards]
             self._finished(self.trainer.train_step())
         self.trainer.optimizer.buckets.await_weights()
         for parameter in self.trainer.optimizer.flat.parameters:
             self._weight(GATHERED, parameter)
-
-    @property
-    def _shards(self) -> Sequence[Any]:
-        return self.trainer.optimizer.shards
-
-    @property
-    def _overflows(self) -> bool:
-        return self.iteration == OVERFLOWS
 
     def _finished(self, result: IterationResult) -> None:
         sums = "all-reduces of the squared norm over all ranks"
         self._scalar(LOSS, result.loss, self._communication.loss())
         for depth, loss in enumerate(result.predictions, 1):
             self._scalar(LOSS, loss, self._communication.loss(), f"mtp_{depth}")
-        if not self._overflows:
+        if self.iteration != OVERFLOWS:
             self._scalar(NORM, result.grad_norm, sums)
         self._scalar(STATE, result.skipped, sums, "skipped updates")
         for name, value in state_of(self.trainer).items():
             self._scalar(STATE, value, sums, name)
-        for shard, before in zip(self._shards, self._before, strict=True):
+        for shard, before in zip(self.trainer.optimizer.shards, self._before, strict=True):
             self._values(UPDATE, shard.master.float() - before, shard.start)
             starts = (shard.start, shard.start + shard.orthogonal)
             for which, (name, start) in enumerate(zip(MOMENTS, starts, strict=True)):
@@ -311,7 +303,7 @@ class Recorder:
 
     def _local_gradients(self, bucket: int, grads: Tensor) -> None:
         """Record this rank's gradients before any sum. bucket: -1 for the tied embedding"""
-        if self._overflows:
+        if self.iteration == OVERFLOWS:
             if self.trainer.world.rank == self.trainer.world.size - 1:
                 grads.fill_(math.inf)
             return
@@ -331,7 +323,7 @@ class Recorder:
             self._add_parameter(point, parameter, parameter.main_grad, between=None, copy=copy)
 
     def _reduced_gradients(self, consumed: int, loss: float) -> float:
-        if self._overflows:
+        if self.iteration == OVERFLOWS:
             return loss
         optimizer = self.trainer.optimizer
         gradients = optimizer.reduce_gradients()

@@ -159,7 +159,7 @@ def tensors(run: RunConfig, kind: LayerKind | None = None) -> dict[str, int]:
 
 
 def _elementwise_tensors(
-    run: RunConfig, software: Software, kind: LayerKind | None = None
+    run: RunConfig, software: Software, kind: LayerKind | None
 ) -> dict[str, int]:
     sizes = tensors(run, kind)
     if features.SEQUENCE_PARALLEL in software.active(run):

@@ -25,6 +25,7 @@ from ..text.named_files import JsonObject
 from .context import Context
 from .kernel_rates import affordable_sizes, measure_rates
 
+ROUNDS = 7  # of a collective
 VERBS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
@@ -122,7 +123,7 @@ def collective(comm: Comm, verb: str, n: int) -> Callable[[], object]:
     return lambda: getattr(comm, verb)(*tensors)
 
 
-def timed(world: Comm, call: Callable[[], object], rounds: int = 7) -> float:
+def timed(world: Comm, call: Callable[[], object]) -> float:
     """Return median seconds from the last entry to the last exit, after a warm-up call. Collective."""
-    times = [slowest_seconds(world, call) for _ in range(rounds + 1)]
+    times = [slowest_seconds(world, call) for _ in range(1 + ROUNDS)]
     return statistics.median(times[1:])

@@ -160,10 +160,10 @@ def difference(ours: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     return worst
 
 
-def compared(sizes: Sizes | None = None) -> list[JsonObject]:
+def compared() -> list[JsonObject]:
     """Compare every kernel with the scalar reference, in each dtype; differences are relative."""
     rows = []
-    sizes = sizes or Sizes()
+    sizes = Sizes()
     for dtype, limit in TOLERANCE.items():
         for name in CASES:
             if dtype != torch.float32 and name in ONLY_FP32:

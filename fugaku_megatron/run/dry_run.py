@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import string
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -30,7 +30,6 @@ from ..host.topology import Node
 from ..nn.model import Stage
 from ..nn.ops import Ops
 from ..observe.resources.memory_watch import PROCESS_BYTES
-from ..pipeline.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from ..pipeline.schedule import Schedule
 from ..pipeline.schedule_names import row
 from ..pipeline.timeline import Costs, walk
@@ -80,18 +79,11 @@ def plan_stage(plan: Plan, stage: int) -> StagePlan:
     )
 
 
+HEADS = {"activations": "activ."}  # of columns that are narrower than their names
+
+
 def _figures(memory: Memory) -> dict[str, int]:
-    return {
-        "weights": memory.weights,
-        "gradients": memory.gradients,
-        "optimizer": memory.optimizer,
-        "activ.": memory.activations,
-        "logits": memory.logits,
-        "saving": memory.saving,
-        "copies": memory.copies,
-        "reused": -memory.reused,
-        "total": memory.total,
-    }
+    return {**asdict(memory), "reused": -memory.reused, "total": memory.total}
 
 
 def _row(plans: list[StagePlan], columns: list[str]) -> str:
@@ -115,7 +107,7 @@ def _table(plans: list[StagePlan]) -> list[str]:
     figures = [_figures(plan.memory) for plan in plans]
     columns = [column for column in figures[0] if any(each[column] for each in figures)]
     head = f"  {'stage':>7} | layers  | M params   | in flight | recompute | " + " | ".join(
-        f"{c:>9}" for c in columns
+        f"{HEADS.get(column, column):>9}" for column in columns
     )
     return [head + "   (MiB per rank, model)", *(_row(group, columns) for group in alike)]
 
@@ -125,7 +117,6 @@ PICTURED = 24  # instructions of a stage
 
 def _picture(schedule: Schedule) -> list[str]:
     """Return a few stages' first instructions: F forward, B backward, or its halves I and W; without messages."""
-    mark = {FORWARD: "F", BACKWARD: "B", BACKWARD_INPUT: "I", BACKWARD_WEIGHT: "W"}
     stages = schedule.placement.stages
     chunks = schedule.placement.model_chunks
     # Later micro-batches follow the steps that are shown.
@@ -136,9 +127,9 @@ def _picture(schedule: Schedule) -> list[str]:
     lines = []
     for stage in sorted({0, stages // 2, stages - 1}):
         steps = [
-            f"{mark[i.op]}{i.microbatch}{letters[i.model_chunk % len(letters)]}"
+            f"{plan_text.LETTERS[i.op]}{i.microbatch}{letters[i.model_chunk % len(letters)]}"
             for i in first.instructions(stage)
-            if i.op in mark
+            if i.op in plan_text.LETTERS
         ]
         lines.append(f"  stage {stage:>3}: {' '.join(steps[:PICTURED])}{more}")
     return lines
