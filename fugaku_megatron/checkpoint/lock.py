@@ -169,9 +169,8 @@ class Lock:
         try:
             make_folder(directory)
             while not self._create():
-                with contextlib.suppress(
-                    FileNotFoundError
-                ):  # its job ended, or another removed it: try again
+                # its job ended, or another removed it: try again
+                with contextlib.suppress(FileNotFoundError):
                     self._remove_if_dead()
         except OSError as error:
             raise ValueError(
@@ -232,9 +231,8 @@ class Lock:
 
     def _create(self) -> bool:
         aside = self.path.with_name(f"{LOCK}.{self.owner.token}")
-        write_text(
-            aside, json.dumps(asdict(self.owner))
-        )  # on the disk before it is linked: no crash leaves an empty lock
+        # on the disk before it is linked: no crash leaves an empty lock
+        write_text(aside, json.dumps(asdict(self.owner)))
         try:
             os.link(aside, self.path)
         except FileExistsError:
@@ -275,9 +273,8 @@ class Lock:
         first = stamp()
         end = time.monotonic() + seconds
         while first is not None:
-            last = (
-                time.monotonic() >= end
-            )  # before the look: a process that was suspended looks once more
+            # before the look: a process that was suspended looks once more
+            last = time.monotonic() >= end
             if stamp() != first:
                 return False
             if last:

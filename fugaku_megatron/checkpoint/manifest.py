@@ -38,9 +38,8 @@ MANIFEST = "manifest.json"
 CARRIED = "hugging_face"
 FORMAT = "fugaku_megatron checkpoint"
 FORMAT_VERSION = 2
-FOLDERS_VERSION = (
-    3  # shards are recorded in a manifest of each folder, the manifest itself names the folders
-)
+# shards are recorded in a manifest of each folder, the manifest itself names the folders
+FOLDERS_VERSION = 3
 UNSIGNED_VERSION = 1  # without a checksum of the manifest; still read
 _REMEDY = "restore the file from a copy, or choose another iteration by --ckpt-step"
 _ITERATION_NAME = re.compile(r"(?:[0-9a-f]{8}\.(?=.*\.tmp))?iter_(\d{7,})(\.tmp|\.old)?")
@@ -75,9 +74,8 @@ def latest_iteration(directory: Directory) -> int | None:
             raise ValueError(
                 f"{tracker} should hold an iteration, it holds {text[:40]!r}; choose one by --ckpt-step"
             )
-        if not line.endswith("\n") and (
-            newer := list_iterations(directory, after=int(text))
-        ):  # 1 of 12
+        # 1 of 12
+        if not line.endswith("\n") and (newer := list_iterations(directory, after=int(text))):
             raise ValueError(
                 f"{tracker} holds {text!r} without an end of line and may be cut: checkpoints of iterations "
                 f"{join(newer)} are newer; choose one by --ckpt-step"
@@ -401,9 +399,8 @@ class Folders:
     """
 
     def __init__(self, comm: Comm) -> None:
-        from ..comm.grid import (
-            subgroup,
-        )  # imports torch, which a supervisor that reads manifests does without
+        # imports torch, which a supervisor that reads manifests does without
+        from ..comm.grid import subgroup
 
         self.comm = comm
         self.name = folder_of(comm.rank, comm.size)

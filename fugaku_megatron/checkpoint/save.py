@@ -48,15 +48,13 @@ from .shards import Shard, record_piece
 from .tensor_files import write_tensors
 from .trusted import forgive, kept_for_trust
 
-Written = (
-    tuple[str, Entry] | None
-)  # a file's name and its manifest entry; None for a rank that saves nothing
+# a file's name and its manifest entry; None for a rank that saves nothing
+Written = tuple[str, Entry] | None
 WriteFile = Callable[[Path], Written]  # of a rank, into a folder
 CheckLock = Callable[[], object]  # see `lock.hold`
 Steps = Generator[Callable[[], Any], Callable[[], Any], Any]
-_CPUS = os.sched_getaffinity(
-    0
-)  # the mask of the process before its main thread is pinned: a thread inherits its creator's mask
+# the mask of the process before its main thread is pinned: a thread inherits its creator's mask
+_CPUS = os.sched_getaffinity(0)
 
 
 def run_steps(steps: Steps) -> Any:

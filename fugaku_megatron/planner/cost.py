@@ -171,9 +171,8 @@ class Network:
         """
         if self.parameters.wait_ms and group not in LARGE_REDUCTIONS:
             return min(self.machine.link_gbs, self.machine.injection_gbs / rings)
-        own = (
-            self.parameters.reduce_gbs or 2 * self.machine.large_allreduce_gbs
-        )  # each link of a ring carries the vector twice
+        # each link of a ring carries the vector twice
+        own = self.parameters.reduce_gbs or 2 * self.machine.large_allreduce_gbs
         if self.slow and group in LARGE_REDUCTIONS and self.machine.slow_reduce_gbs:
             own = min(own, self.machine.slow_reduce_gbs)
         if (

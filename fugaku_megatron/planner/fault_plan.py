@@ -30,9 +30,8 @@ DAY = 86400.0
 DAYS = 30.0  # of training, if the plan has no length
 SHARES = (0.5, 0.4, 0.1)  # of process, node and wide faults (assumed)
 ALLOCATION = 24.0  # hours
-FACTORS = tuple(
-    2 ** (power / 4) for power in range(-16, 17)
-)  # of the best interval, in the picture
+# of the best interval, in the picture
+FACTORS = tuple(2 ** (power / 4) for power in range(-16, 17))
 MOMENTS = 48  # at which lost nodes are counted in an allocation
 LONGEST_MTBF = 1e9  # hours
 EVENTS = 3e7  # simulated at most

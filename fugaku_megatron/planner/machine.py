@@ -34,10 +34,8 @@ MAX_CONSTANT = 1e9
 KINDS = ("cpu", "gpu")
 
 
-CURVE_LIMITS = {
-    "maximum": 2.0,
-    "exponent": 16.0,
-}  # of a share of peak, and of how steeply it rises with the size
+# of a share of peak, and of how steeply it rises with the size
+CURVE_LIMITS = {"maximum": 2.0, "exponent": 16.0}
 
 
 FP32 = "fp32"
@@ -74,12 +72,10 @@ class Machine:
     ghz: float
     clocks_ghz: tuple[float, ...]  # that a job can select
     clock_gain_limit: float  # a higher clock gains at most this factor
-    eco_fraction: (
-        float  # share of peak that remains in eco mode (one of two pipes); 1 without such a mode
-    )
-    peak_tflops: dict[
-        str, float
-    ]  # precision (fp32, bf16, fp16, perhaps int8) -> peak at the nominal clock
+    # share of peak that remains in eco mode (one of two pipes); 1 without such a mode
+    eco_fraction: float
+    # precision (fp32, bf16, fp16, perhaps int8) -> peak at the nominal clock
+    peak_tflops: dict[str, float]
     memory_gib: float  # usable by the job
     stream_gbs: float  # STREAM triad
     link_gbs: float  # between two ranks on two nodes, one direction
@@ -89,31 +85,24 @@ class Machine:
     intra_gbs: float  # between two ranks of a node, one direction
     intra_alpha_us: float  # latency inside a node
     gemm_curves: tuple[GemmCurve, ...]
-    host_factor: (
-        float  # factor on all times from a known fault of the machine's set-up; 1 if none is known
-    )
+    # factor on all times from a known fault of the machine's set-up; 1 if none is known
+    host_factor: float
     sources: dict[str, str]  # constant -> source
     int8_curves: tuple[GemmCurve, ...] = ()  # measured, with one operand quantized in the call
-    native: dict[str, float] = field(
-        default_factory=dict
-    )  # fields of parameters.Parameters that calibrate measured here
+    # fields of parameters.Parameters that calibrate measured here
+    native: dict[str, float] = field(default_factory=dict)
     core: dict[str, float] = field(default_factory=dict)  # fields of micro_kernel.Core
-    process_mib: float | None = (
-        None  # MiB of a rank of this project before it has tensors, measured by calibrate
-    )
-    slow_reduce_gbs: float | None = (
-        None  # pessimistic rate of a ring's link in large all-reduces; None: no slower one is known
-    )
-    all_to_all_gbs: float | None = (
-        None  # of a node's ranks together in large all-to-alls; None: no slower than a ring
-    )
-    intra_reduce_gbs: float | None = (
-        None  # of a ring's link in an all-reduce inside a node; None: intra_gbs
-    )
+    # MiB of a rank of this project before it has tensors, measured by calibrate
+    process_mib: float | None = None
+    # pessimistic rate of a ring's link in large all-reduces; None: no slower one is known
+    slow_reduce_gbs: float | None = None
+    # of a node's ranks together in large all-to-alls; None: no slower than a ring
+    all_to_all_gbs: float | None = None
+    # of a ring's link in an all-reduce inside a node; None: intra_gbs
+    intra_reduce_gbs: float | None = None
     file_system_gbs: float | None = None  # of the shared file system, for all jobs; None: unknown
-    node_storage_gbs: float | None = (
-        None  # of a node into its own disk, and at most into the file system; None: unknown
-    )
+    # of a node into its own disk, and at most into the file system; None: unknown
+    node_storage_gbs: float | None = None
 
     @cached_property
     def clock(self) -> float:

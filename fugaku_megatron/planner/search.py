@@ -329,9 +329,8 @@ def candidates(
                 host = replace(system, ranks_per_node=number)
                 batch = replace(run.batch, micro_batch_size=mbs)
                 dp, rest = divmod(host.world_size, tp * pp * cp)
-                reason = _indivisible(
-                    host, dp, rest, cp, stage, batch, ramp_divisible
-                )  # of a shape with a rest once
+                # of a shape with a rest once
+                reason = _indivisible(host, dp, rest, cp, stage, batch, ramp_divisible)
                 for switches in _divided(
                     run, _switches(switched, 1 if rest else tp, stage, number), tp, dp * cp, held
                 ):

@@ -101,12 +101,10 @@ class Fitted(NamedTuple):
     covariance: tuple[tuple[float, ...], ...]
     noise: float  # standard deviation of the residuals of the rows' logarithmic times
     memory: MemoryParameters
-    ranges: dict[
-        str, tuple[float, float]
-    ]  # model.facts -> smallest and largest value among the fitted rows
-    tensor_parallel: tuple[tuple[int, int, bool, str], ...] | None = (
-        None  # model.tensor_parallel of the fitted rows; None: no rows
-    )
+    # model.facts -> smallest and largest value among the fitted rows
+    ranges: dict[str, tuple[float, float]]
+    # model.tensor_parallel of the fitted rows; None: no rows
+    tensor_parallel: tuple[tuple[int, int, bool, str], ...] | None = None
 
 
 def fitted(group: str) -> Fitted:

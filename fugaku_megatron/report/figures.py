@@ -9,11 +9,8 @@ from ..text.table import pipe_table
 from .record import LABEL, clock, read, rows_of
 
 LESS_IS_MORE = ("us", "s", "hours")  # units of which less is faster
-MATMULS = {
-    "gemm": "",
-    "gemm_bf16": ", BF16",
-    "gemm_int8": ", INT8",
-}  # rows of a report -> end of a name; earlier reports have no INT8
+# rows of a report -> end of a name; earlier reports have no INT8
+MATMULS = {"gemm": "", "gemm_bf16": ", BF16", "gemm_int8": ", INT8"}
 
 Figure = tuple[str, str]  # name, unit
 

@@ -27,10 +27,8 @@ from ..planner import machine
 from ..text.named_files import JsonObject
 from .context import SHRUNK, SHRUNK_GFLOPS, Context, Scale, Sizes
 
-TOLERANCE = {
-    torch.float32: 2e-5,
-    torch.bfloat16: 2e-2,
-}  # of the largest difference, relative to the largest value
+# of the largest difference, relative to the largest value
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
 def operands(dtype: torch.dtype, z: Sizes) -> dict[str, Callable[[], Any]]:
@@ -201,11 +199,8 @@ def elementwise_rates(
     return rows
 
 
-MATMULS = {
-    machine.FP32: "gemm",
-    "bf16": "gemm_bf16",
-    machine.INT8: "gemm_int8",
-}  # names in a report
+# names in a report
+MATMULS = {machine.FP32: "gemm", "bf16": "gemm_bf16", machine.INT8: "gemm_int8"}
 OF_RANK = ("threads", "clock_ghz", "fma_gflops", "triad_gbs")  # in a report, for each rank
 MATMUL_ROUNDS = 4  # of host_kernels.gemm_gflops, the first of which warms up
 

@@ -31,6 +31,7 @@ UPDATE_TOKENS = 1 << 19
 BYTES = 16  # of a parameter: FP32 weights, gradients and both moments
 MODEL_SHARE = 0.8  # share of a node's memory that these may take
 
+# meta-llama/Llama-3.2-3B
 LLAMA_3B = {
     "num_layers": 28,
     "hidden_size": 3072,
@@ -38,7 +39,7 @@ LLAMA_3B = {
     "num_attention_heads": 24,
     "num_query_groups": 8,
     "kv_channels": 128,
-}  # meta-llama/Llama-3.2-3B
+}
 # Model -> the measured shape whose rate it has, its recipe, what differs from that
 MODELS: dict[str, tuple[str, str, JsonObject]] = {
     "0.6B": ("1B", "qwen3-0.6b", {}),

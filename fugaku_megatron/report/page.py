@@ -116,9 +116,8 @@ def lines(
     low = 0.0 if from_zero else min(ys)
     high = max(ys) or 1.0
     across = _scale(min(xs), max(xs), LEFT, WIDTH - RIGHT, log=True)
-    up = _scale(
-        low, high * (10 if log_y else 1.3), HEIGHT - BOTTOM, TOP, log=log_y
-    )  # room for the names above the lines
+    # room for the names above the lines
+    up = _scale(low, high * (10 if log_y else 1.3), HEIGHT - BOTTOM, TOP, log=log_y)
     parts = [
         f'<path d="M{LEFT} {TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}" fill="none" stroke="#888"/>',
         _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, label),

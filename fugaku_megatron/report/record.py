@@ -23,6 +23,7 @@ from ..text.named_files import JsonObject, read_text
 from ..text.numbers import rounded, say
 from ..text.written_files import write_text
 
+# of the time
 SHARES = {
     "host": 2,
     "kernels": 20,
@@ -30,7 +31,7 @@ SHARES = {
     "training": 26,
     "layers": 24,
     "storage": 6,
-}  # of the time
+}
 NAMES = tuple(SHARES)
 ALWAYS = ("host", "kernels")  # measured without time left, because the others depend on them
 ENDING = 0.03  # share of the time that stays for what no section counts

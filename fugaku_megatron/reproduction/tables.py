@@ -294,9 +294,8 @@ def draw(path: Path, comparisons: Sequence[Comparison]) -> None:
 def _draw_document(document: str, panel: Any, comparisons: Sequence[Comparison]) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    pairs = [
-        c for c in comparisons if c.time_error_percent is not None and c.row.fit_time
-    ]  # as in the text's summary
+    # as in the text's summary
+    pairs = [c for c in comparisons if c.time_error_percent is not None and c.row.fit_time]
     trait = _TRAITS.get(document, attrgetter("software"))
     for number, name in enumerate(sorted({trait(c.row) for c in pairs})):
         points = [_times(c) for c in pairs if trait(c.row) == name]

@@ -184,13 +184,11 @@ def test_flops_of_an_iteration():
     """GPT-2's formulas and a block with other widths give the FLOPs: matmuls of 2 FLOPs a term, backward twice forward."""
     run = make_run("llama-3.2-1b", {"seq_length": 4096})
     layer = 2048 * (2048 + 2 * 512) + 2048 * 2048 + 3 * 2048 * 8192  # qkv, projection, MLP
-    expected = 4096 * (
-        6 * (16 * layer + 128256 * 2048) + 6 * 16 * 2048 * 4096
-    )  # with half of attention's square
+    # with half of attention's square
+    expected = 4096 * (6 * (16 * layer + 128256 * 2048) + 6 * 16 * 2048 * 4096)
     assert model_flops(run, 1) == pytest.approx(expected, rel=1e-12)
-    mistral = make_run(
-        "mistral-7b", {}
-    )  # 8192 tokens, of which a token sees the last 4096: 3/4 of the triangle
+    # 8192 tokens, of which a token sees the last 4096: 3/4 of the triangle
+    mistral = make_run("mistral-7b", {})
     whole = make_run("mistral-7b", {"window_size": None})
     assert model_flops(whole, 1) - model_flops(mistral, 1) == pytest.approx(
         32 * 12 * 4096 * 8192**2 / 8, rel=1e-9
@@ -209,9 +207,8 @@ def test_flops_of_documents():
     short = make_run(
         "llama-3.2-1b", {**changes, "reset_attention_mask": True, "mean_document_length": 512}
     )
-    square = (
-        16 * 4 * 2048 * 4096
-    )  # of attention over one more token of a document, of all tokens and layers
+    # of attention over one more token of a document, of all tokens and layers
+    square = 16 * 4 * 2048 * 4096
     assert hardware_flops(run, 3) - hardware_flops(run, 3, 3 * 8 * 512**2) == pytest.approx(
         3 * 4 * square * (4096 - 512)
     )
@@ -540,10 +537,8 @@ def test_peak_where_ranks_exchange_keys(rank, layout):
 @pytest.mark.parametrize(
     ("changes", "rows"),
     [
-        (
-            {"micro_batch_size": 1},
-            512,
-        ),  # a quarter of what the layers keep holds half of the logits
+        # a quarter of what the layers keep holds half of the logits
+        ({"micro_batch_size": 1}, 512),
         ({"micro_batch_size": 4}, 1024),  # the most
         ({"micro_batch_size": 1, **FULL}, 171),  # the least memory, in equal chunks
         ({"micro_batch_size": 1, "tensor_model_parallel_size": 4}, 1024),

@@ -143,9 +143,10 @@ def test_divided_experts_keep_what_the_formula_says(layout):
     run, world = lay_out(layout, COSTED[2])
     held = ThreadWorld(world).run(held_bytes, run)
     records = stage_records(run, 0)
+    # `held_bytes` leaves int64 out
     numbers = (
         mlp.routed_pairs(run) * mlp.NUMBER_BYTES + mlp.computed_pairs(run) * mlp.RECEIVED_BYTES
-    )  # `held_bytes` leaves int64 out
+    )
     assert sum(held) / world == pytest.approx(
         sum(r.saved_bytes for r in records) - 4 * numbers, rel=0.02
     )

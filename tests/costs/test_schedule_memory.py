@@ -19,6 +19,7 @@ SCHEDULES = {
 }
 
 
+# the last one holds more than ZB-V's own
 @pytest.mark.parametrize(
     ("name", "stage", "recompute", "pending"),
     [
@@ -37,7 +38,7 @@ SCHEDULES = {
         ("zbv", 2, "full", None),
         ("zbv", 0, None, 6),
     ],
-)  # the last one holds more than ZB-V's own
+)
 def test_peak(name, stage, recompute, pending):
     changes = {
         **SCHEDULES[name],

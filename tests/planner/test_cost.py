@@ -474,9 +474,8 @@ def test_rows_of_experts_are_exposed_at_both_ends():
     assert waiting(near, 8, long, around=long) == 2 * near.network.seconds(
         "all_to_all", "ep", way.bytes
     )
-    apart = replace(
-        near, network=replace(near.network, active=frozenset())
-    )  # ranks of a node that share no memory
+    # ranks of a node that share no memory
+    apart = replace(near, network=replace(near.network, active=frozenset()))
     assert waiting(apart, 8, long, around=long) == pytest.approx(0, abs=1e-12)
 
 

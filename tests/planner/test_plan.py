@@ -115,9 +115,8 @@ def test_12288_nodes(capsys, monkeypatch):
     text = printed(
         "plan --recipe 30b --nodes 12288 --micro-batch-size 1 --train-tokens 300e9", capsys
     )
-    assert (
-        len(modelled) < 1000
-    )  # 590 layouts take some 5 seconds; the seconds depend on what else the machine does
+    # 590 layouts take some 5 seconds; the seconds depend on what else the machine does
+    assert len(modelled) < 1000
     assert "12288 nodes of a64fx" in text and "dropped:" in text and "stage   0 |F" in text
 
 
@@ -201,9 +200,8 @@ def test_long_sequences_are_shared_among_ranks(capsys):
             plans[0]["cp"] > 1
             and f"--context-parallel-size {plans[0]['cp']}" in plans[0]["command"]
         )
-        assert (
-            plans[0]["cp_comm_type"] == "p2p" and "--cp-comm-type p2p" in plans[0]["command"]
-        )  # hidden by attention
+        # hidden by attention
+        assert plans[0]["cp_comm_type"] == "p2p" and "--cp-comm-type p2p" in plans[0]["command"]
     held = plans_of(
         "plan " + LONG_8B.format("a64fx", 32) + SEQUENCE_1F1B + "--context-parallel-size 4", capsys
     )
@@ -222,9 +220,8 @@ def test_experts_are_divided_over_ranks_that_share_a_sequence(capsys):
         "--cp-comm-type p2p"
     )
     best = plans_of(words, capsys)[0]
-    assert (
-        best["cp"] == 64 and "--expert-model-parallel-size 64" in best["command"]
-    )  # of the 4 ranks of one data-parallel rank
+    # of the 4 ranks of one data-parallel rank
+    assert best["cp"] == 64 and "--expert-model-parallel-size 64" in best["command"]
 
 
 @pytest.mark.parametrize("way", ["a2a", "p2p", "allgather"])
@@ -267,9 +264,8 @@ def test_explain_names_every_change_from_the_tables_software(command, start, cap
     run = run_of(args, system)
     best = search.search(run, system, frozenset()).plans[0]
     result = plan.changes_between(run, system, args.against, best)
-    assert start is None or result[0].seconds == pytest.approx(
-        start, rel=0.08
-    )  # as the tables measured it
+    # as the tables measured it
+    assert start is None or result[0].seconds == pytest.approx(start, rel=0.08)
     assert all(b.seconds <= a.seconds * 1.0001 for a, b in zip(result, result[1:]))
 
 
@@ -305,9 +301,8 @@ def test_text_json_and_gains(capsys):
     assert min(gains.values()) >= 0 and gains["gemm"] == max(gains.values())
 
 
-def test_a_stage_describes_its_layer_once(
-    monkeypatch,
-):  # per layer it took most of the search of a deep model
+# per layer it took most of the search of a deep model
+def test_a_stage_describes_its_layer_once(monkeypatch):
     args = parsed("plan --recipe 30b --nodes 48")
     run = run_of(args, system_of(args))
     calls = []

@@ -217,9 +217,8 @@ def test_every_model_has_hours_and_the_large_one_names_the_nodes_it_needs():
     assert [row["model"] for row in rows] == ["0.6B", "1B", "3B", "8B"]
     sizes = [row["parameters"] / 1e9 for row in rows]
     assert sizes == pytest.approx([0.596, 1.236, 3.213, 8.03], rel=2e-3)
-    assert (
-        not rows[-1]["fits"] and rows[-1]["nodes_needed"] == 3
-    )  # 120 GiB on nodes of 64, of which 0.8 are used
+    # 120 GiB on nodes of 64, of which 0.8 are used
+    assert not rows[-1]["fits"] and rows[-1]["nodes_needed"] == 3
     left_out = {"shape": "8B", "left_out": "time"}
     assert layers.hours({"layers": {"rows": [left_out]}}) == []
     rows = layers.hours({"layers": {"rows": [LAYERS, left_out]}})
@@ -324,12 +323,13 @@ def test_a_report_is_a_machine_and_a_partial_one_says_why_not(tmp_path):
     path = tmp_path / "here.json"
     path.write_text(json.dumps(report(machine=described)))
     loaded = machine.load(str(path))
+    # two copies in memory
     assert (loaded.name, loaded.threads, loaded.stream_gbs, loaded.intra_gbs) == (
         "here",
         2,
         20.0,
         5.0,
-    )  # two copies in memory
+    )
     assert (
         loaded.sources["intra_gbs"].startswith("not measured: one rank")
         and "report" in loaded.sources["stream_gbs"]

@@ -77,9 +77,8 @@ def test_a_report_of_one_rank_needs_no_mpi(tmp_path):
     )
     assert machine.load(str(tmp_path / "report.json")).threads == 1
     assert_no_names(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        FILES
-    )  # the checkpoint is gone
+    # the checkpoint is gone
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)
 
 
 STAYS = """import sys, time
@@ -99,9 +98,8 @@ def test_a_killed_run_leaves_a_partial_report(tmp_path):
             cwd=tmp_path,
             env=ENVIRONMENT,
         ) as process:
-            assert any(
-                "communication" in line for line in process.stderr
-            )  # the section before it is written
+            # the section before it is written
+            assert any("communication" in line for line in process.stderr)
             process.send_signal(number)
             assert process.wait(60) == (128 + number if number == signal.SIGTERM else -number)
         data = record.read("--compare", tmp_path / "report.json")

@@ -104,9 +104,8 @@ def test_the_program_reads_the_vocabulary(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "world size 4 = DP 4" in text and "padded vocabulary 320" in text
     print_plan(parse(["--recipe", "demo", "--dry-run", "--mock-data"]), SoloComm())
-    assert (
-        "padded vocabulary 50304" in capsys.readouterr().out
-    )  # GPT-2's, which predict and plan assume as well
+    # GPT-2's, which predict and plan assume as well
+    assert "padded vocabulary 50304" in capsys.readouterr().out
     with pytest.raises(ValueError, match="--vocab-file"):
         print_plan(parse(["--recipe", "demo", "--dry-run"]), SoloComm())
 
@@ -175,6 +174,5 @@ def test_frozen_weights_of_a_node_are_said_to_be_shared():
     assert f"k of them need (k - 1) x {mib:.0f} MiB less" in line
     assert "frozen weights" not in report(run, 1)
     shared = make_run("124m", {"lora_rank": 8, "vocab_size": 50257, "context_parallel_size": 2})
-    assert "frozen weights" in report(
-        shared, 2
-    )  # one replica of the data, two ranks with the same weights
+    # one replica of the data, two ranks with the same weights
+    assert "frozen weights" in report(shared, 2)

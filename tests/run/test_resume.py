@@ -187,9 +187,8 @@ def schedule(**changes) -> ParamSchedule:
 @pytest.mark.parametrize("style", ["linear", "cosine"])
 def test_warm_up_and_decay_need_not_be_whole_samples(style):
     """megatron/core/optimizer_param_scheduler.py, get_lr: the decay's ratio is divided by its own length, and ends at 1."""
-    params = schedule(
-        lr_warmup_fraction=0.9998, lr_decay_style=style
-    )  # of 1600 samples: the decay has 0.32
+    # of 1600 samples: the decay has 0.32
+    params = schedule(lr_warmup_fraction=0.9998, lr_decay_style=style)
     assert (
         params.learning_rate(1600) == pytest.approx(0.1, rel=1e-12)
         and params.learning_rate(1599) < 1.0
@@ -197,15 +196,13 @@ def test_warm_up_and_decay_need_not_be_whole_samples(style):
     half = replace(params, warmup_samples=1599.5, decay_samples=1600.5)
     assert half.learning_rate(1600) == pytest.approx(0.1 + 0.9 * 0.5, rel=1e-12)
     assert schedule(train_iters=0, lr_decay_style=style).learning_rate(0) == 1.0
-    params = schedule(
-        lr_warmup_fraction=0.00333
-    )  # megatron/training/training.py, get_optimizer_param_scheduler: as it is
+    # megatron/training/training.py, get_optimizer_param_scheduler: as it is
+    params = schedule(lr_warmup_fraction=0.00333)
     assert params.warmup_samples == 0.00333 * 1600 != 5 and params.learning_rate(
         4
     ) == pytest.approx(4 / 5.328, rel=1e-15)
-    params = schedule(
-        start_weight_decay=0.1, end_weight_decay=0.3, weight_decay_incr_style=style
-    )  # get_wd
+    # get_wd
+    params = schedule(start_weight_decay=0.1, end_weight_decay=0.3, weight_decay_incr_style=style)
     half = {"linear": 0.15, "cosine": 0.1 + 0.2 * 0.5 * (math.cos(math.pi * 0.75) + 1.0)}[style]
     rates = [params.weight_decay(samples) for samples in (400, 1600, 1601)]
     assert rates == [pytest.approx(half, rel=1e-15), pytest.approx(0.3, rel=1e-15), 0.3]
@@ -218,10 +215,8 @@ def test_warm_up_and_decay_need_not_be_whole_samples(style):
             {"lr_decay_style": "inverse-square-root", "lr_warmup_iters": 4},
             {2: 0.5, 4: 1.0, 16: 0.5, 64: 0.25, 100: 0.2, 101: 0.1},
         ),
-        (
-            {"lr_decay_style": "inverse-square-root"},
-            {1: 0.25, 25: 0.1, 101: 0.1},
-        ),  # 1 / sqrt(16 n), not below --min-lr
+        # 1 / sqrt(16 n), not below --min-lr
+        ({"lr_decay_style": "inverse-square-root"}, {1: 0.25, 25: 0.1, 101: 0.1}),
         (
             {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 20},
             {0: 1, 80: 1, 90: 0.1 + 0.9 * (2**0.5 - 1), 100: 0.1, 101: 0.1},

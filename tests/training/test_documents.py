@@ -95,9 +95,8 @@ def test_without_counted_labels_there_is_no_nan(backend):
             0,
             False,
         )
-        assert math.isnan(
-            trainer.evaluate(trainer.train, 16, 1)
-        )  # a loss of 0.0 would look like success
+        # a loss of 0.0 would look like success
+        assert math.isnan(trainer.evaluate(trainer.train, 16, 1))
         assert all(torch.isfinite(p).all() for p in trainer.optimizer.flat.parameters)
 
 
@@ -185,9 +184,8 @@ def test_a_document_does_not_see_others(models, kind, data):
     begin, end = bounds[number : number + 2]
     marks = np.zeros(LENGTH + 1, np.int64)
     marks[[b for b in bounds[:-1]]] |= FIRST
-    marks[begin + 1 : end] |= (
-        1  # its own labels count; the token after it belongs to another document
-    )
+    # its own labels count; the token after it belongs to another document
+    marks[begin + 1 : end] |= 1
     packed = scored(trainer, tokens, marks)
     alone = np.full(LENGTH + 1, 4), np.where(np.arange(LENGTH + 1) == end - begin, FIRST, 0)
     alone[0][: end - begin] = tokens[begin:end]

@@ -102,9 +102,8 @@ def test_losses_and_gradients_are_those_of_plain_torch(name, layout, backend):
     assert grads.keys() == plain.keys()
     largest = max(value.grad.abs().max() for value in plain.values())
     for key, value in plain.items():
-        scale = max(
-            value.grad.abs().max(), 1e-2 * largest
-        )  # without positions the keys' biases change nothing: rounding
+        # without positions the keys' biases change nothing: rounding
+        scale = max(value.grad.abs().max(), 1e-2 * largest)
         torch.testing.assert_close(
             grads[key] / scale,
             value.grad / scale,

@@ -48,10 +48,8 @@ pytestmark = pytest.mark.parallel
 LENGTH = 16
 STEPS = 10
 SHIFT = -60.0
-LR, EPSILON = (
-    1e-3,
-    1e-4,
-)  # Adam's epsilon is above the rounding of gradients, which it would make as large as the others
+# Adam's epsilon is above the rounding of gradients, which it would make as large as the others
+LR, EPSILON = (1e-3, 1e-4)
 WORDS = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 
