@@ -113,7 +113,7 @@ class Costs:
             found.append(((local, shared),))
         return found
 
-    def _copies(self, flag: str, survives: Sequence[str] | dict[str, str]) -> Copies:
+    def _copies(self, flag: str, survives: Sequence[str]) -> Copies:
         load = self.load[SAVE if flag in (ASYNC, COPY) else flag]
         restart = {kind: self.detect[kind] + self.start + load for kind in KINDS}
         return Copies(flag, frozenset(survives), self.wait[flag], self.delay[flag], restart)

@@ -12,14 +12,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-PROCESS = "process"
-NODE = "node"
-WIDE = "wide"
-KINDS = {
-    PROCESS: "a process ends or hangs; its node remains",
-    NODE: "a node is lost, with its memory and disk",
-    WIDE: "several nodes are lost, or the whole job",
-}
+PROCESS = "process"  # a process ends or hangs; its node remains
+NODE = "node"  # a node is lost, with its memory and disk
+WIDE = "wide"  # several nodes are lost, or the whole job
+KINDS = (PROCESS, NODE, WIDE)
 # Causes, as in observe/log/effective_time.py; "restart" is all from the fault to the next iteration.
 TRAINING = "training"
 BESIDES = "audit, other"

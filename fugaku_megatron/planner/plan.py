@@ -32,10 +32,9 @@ from .model import Prediction, step
 from .plan_text import schedule_name
 from .predict import add_system_arguments, as_json, run_of, system_of
 from .search import (
+    KEPT,
     RAMP_BATCH,
     RAMP_DP,
-    SWITCHED,
-    VARIED,
     LayoutCandidate,
     Search,
     held_fields,
@@ -195,10 +194,10 @@ def feature_variants(run: RunConfig, system: System) -> Iterator[tuple[str, RunC
     for name in FEATURES:
         if name not in system.software.choices.names:
             continue
-        if name in SWITCHED or name in VARIED:
-            yield f"without {name}", run, replace(system, software=system.software.without(name))
-        else:
+        if name in KEPT:
             yield f"with {name}", switched(run, name), system
+        else:
+            yield f"without {name}", run, replace(system, software=system.software.without(name))
 
 
 def feature_plans(

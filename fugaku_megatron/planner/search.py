@@ -392,19 +392,8 @@ def _indivisible(
     return None
 
 
-# Choices that a search varies or that are always on.
-VARIED = (
-    features.BALANCED_SPLIT,
-    features.ZERO_1,
-    features.SELECTIVE,
-    features.BLOCK,
-    features.RECOMPUTE_AUTO,
-    features.NODE_SUMS,
-    features.TWO_LEVEL_SUMS,
-    features.EXPERT_GROUPS,
-    features.INTERLEAVED,
-    features.ZERO_BUBBLE,
-)
+# Features that a search leaves as the run has them, because they change results.
+KEPT = (features.GRAD_REDUCE_IN_BF16,)
 
 
 # Flags that the search sets: on if free in the model and without effect on results, or both on and off.

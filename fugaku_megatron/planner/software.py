@@ -160,22 +160,22 @@ class Choices(NamedTuple):
     def from_names(names: frozenset[str], ranks_per_node: tuple[int, ...]) -> Choices:
         """Derive recompute kinds, ZeRO stages and schedules from names of features."""
         recompute = {
-            "none": True,
-            "selective": features.SELECTIVE in names,
-            "block": features.BLOCK in names,
-            "full": True,
-            "auto": features.RECOMPUTE_AUTO in names,
+            "none": None,
+            "selective": features.SELECTIVE,
+            "block": features.BLOCK,
+            "full": None,
+            "auto": features.RECOMPUTE_AUTO,
         }
+
+        def exists(feature: str | None) -> bool:
+            return feature is None or feature in names
+
         return Choices(
             ranks_per_node=ranks_per_node,
-            recompute=tuple(kind for kind, exists in recompute.items() if exists),
+            recompute=tuple(kind for kind, feature in recompute.items() if exists(feature)),
             zero_stages=(0, 1) if features.ZERO_1 in names else (0,),
             names=names,
-            schedules=tuple(
-                schedule
-                for schedule, each in SCHEDULES.items()
-                if each.feature is None or each.feature in names
-            ),
+            schedules=tuple(name for name, each in SCHEDULES.items() if exists(each.feature)),
         )
 
 
