@@ -119,139 +119,58 @@ def gated_delta_rule(
     return apply_saving(forward, backward, qkv, *gates, state)
 
 
-class _Chunk(NamedTuple):
-    """Tokens of a chunk, n value heads, c tokens.
-
-    Queries and keys are unit vectors, keys (b, n, c, key_size), values (b, n, c, value_size), beta (b, n, c, 1).
-    pairwise: decay from token j to token i (b, n, c, c), 0 for j > i and another document.
-    from_state, to_state (b, n, c, 1), whole (b, n, 1, 1): decay from the first state, to the last state, and between both.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-    beta: Tensor
-    pairwise: Tensor
-    from_state: Tensor
-    to_state: Tensor
-    whole: Tensor
-
-
-def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x (..., d) divided by its length, and the reciprocal length (..., 1), in FP32."""
+def _unit(x: Tensor) -> Tensor:
+    """Return x (..., d) divided by its length, in FP32."""
     x = x.float()
-    reciprocal = torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPSILON)
-    return x * reciprocal, reciprocal
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPSILON)
 
 
-def _read_chunk(
-    qkv: Tensor, gates: DeltaGates, heads: DeltaHeads, starts: Tensor | None, first: int
-) -> tuple[_Chunk, tuple[Tensor, Tensor]]:
-    """Return the chunk from token `first` on, and the reciprocal lengths of its queries and keys."""
-    tokens = slice(first, first + CHUNK)
-    queries, keys, values = heads.split(qkv[tokens])
+def _chunk_rule(
+    qkv: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    heads: DeltaHeads,
+    starts: Tensor | None,
+    first: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the result (c, b, value_heads value_size) and the next state of a chunk of c tokens.
+
+    first: position of the chunk's first token.
+    """
+    queries, keys, values = heads.split(qkv)
     queries, keys, values = (
-        x.permute(1, 2, 0, 3) for x in (queries, keys, values.flatten(2, 3))
+        x.permute(1, 2, 0, 3).float() for x in (queries, keys, values.flatten(2, 3))
     )  # (b, heads, c, size)
-    queries, query_lengths = _unit(queries)
-    keys, key_lengths = _unit(keys)
+    queries = _unit(queries).repeat_interleave(heads.group, 1)
+    keys = _unit(keys).repeat_interleave(heads.group, 1)
+    beta = beta.permute(1, 2, 0).unsqueeze(-1)
     # Differences of long sums: in double.
-    decay = gates.decay[tokens].permute(1, 2, 0).double().cumsum(-1)
-    count = decay.shape[-1]
+    sums = decay.permute(1, 2, 0).double().cumsum(-1)
+    count = len(qkv)
     visible = torch.ones(count, count, dtype=torch.bool).tril()
     reached = torch.ones(count, dtype=torch.bool)
     if starts is not None:
-        own_starts = starts[:, None, tokens]
+        own_starts = starts[:, None, first : first + count]
         visible = visible & (torch.arange(first, first + count) >= own_starts.unsqueeze(-1))
         reached = own_starts < max(first, 1)
-    pairwise = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(~visible, -torch.inf)
+    # Decay from token j to token i (b, n, c, c), 0 for j > i and another document.
+    pairwise = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill(~visible, -torch.inf)
     pairwise = pairwise.exp().float()
-    from_state = (decay.exp().float() * reached).unsqueeze(-1)
-    chunk = _Chunk(
-        queries.repeat_interleave(heads.group, 1),
-        keys.repeat_interleave(heads.group, 1),
-        values.float(),
-        gates.beta[tokens].permute(1, 2, 0).unsqueeze(-1),
-        pairwise,
-        from_state,
-        to_state=pairwise[..., -1, :].unsqueeze(-1),
-        whole=from_state[..., -1:, :],
-    )
-    return chunk, (query_lengths, key_lengths)
-
-
-def _corrections(chunk: _Chunk, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the chunk's updates of the state, values minus predictions (b, n, c, value_size), before and after times beta."""
-    products = (chunk.keys @ chunk.keys.mT * chunk.pairwise).tril(-1)
-    target = chunk.values - chunk.from_state * (chunk.keys @ state)
+    from_state = (sums.exp().float() * reached).unsqueeze(-1)
+    to_state = pairwise[..., -1, :].unsqueeze(-1)
+    products = (keys @ keys.mT * pairwise).tril(-1)
     updates = torch.linalg.solve_triangular(
-        products * chunk.beta, target * chunk.beta, upper=False, unitriangular=True
+        products * beta,
+        (values - from_state * (keys @ state)) * beta,
+        upper=False,
+        unitriangular=True,
     )
-    return target - products @ updates, updates
-
-
-def _chunk_results(chunk: _Chunk, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the results (b, n, c, value_size) and the next state."""
-    _, updates = _corrections(chunk, state)
-    scores = chunk.queries @ chunk.keys.mT * chunk.pairwise
-    results = chunk.from_state * (chunk.queries @ state) + scores @ updates
-    state = chunk.whole * state + (chunk.to_state * chunk.keys).mT @ updates
-    return results * scale, state
-
-
-class _ChunkGradients(NamedTuple):
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-    decay: Tensor
-    beta: Tensor
-
-
-def _chunk_gradients(
-    chunk: _Chunk, state: Tensor, dresults: Tensor, dstate: Tensor
-) -> tuple[_ChunkGradients, Tensor]:
-    """Return the gradients of a chunk, and of its first state.
-
-    dresults: of the results before the scale. dstate: of the next state.
-    """
-    unscaled, updates = _corrections(chunk, state)
-    queries, keys = chunk.queries, chunk.keys
-    dupdates = (
-        (queries @ keys.mT * chunk.pairwise).mT @ dresults
-        + chunk.to_state * (keys @ dstate)
-    )  # fmt: skip
-    products = (keys @ keys.mT * chunk.pairwise).tril(-1)
-    solved = torch.linalg.solve_triangular(
-        (products * chunk.beta).mT, dupdates, upper=True, unitriangular=True
-    )
-    dvalues = chunk.beta * solved
-    # Of the matrices of scores and of products, each already times its decays.
-    dscores = dresults @ updates.mT * chunk.pairwise
-    dproducts = -(dvalues @ updates.mT * chunk.pairwise).tril(-1)
-    from_results = chunk.from_state * dresults
-    from_values = -chunk.from_state * dvalues
-    to_next = updates @ dstate.mT * chunk.to_state
-    dqueries = from_results @ state.mT + dscores @ keys
-    dkeys = (
-        from_values @ state.mT + dscores.mT @ queries + (dproducts + dproducts.mT) @ keys + to_next
-    )
-    weighted = dscores * (queries @ keys.mT) + dproducts * (keys @ keys.mT)
-    weighted = weighted.tril(-1)
-    # The last token is added to the last state as it is.
-    to_last = (to_next * keys).sum(-1)
-    to_last[..., -1] = 0
-    of_state = (from_results * (queries @ state) + from_values * (keys @ state)).sum(-1)
-    ddecay = weighted.sum(-1) - weighted.sum(-2) + of_state - to_last
-    ddecay[..., -1] += to_last.sum(-1) + (chunk.whole * state * dstate).sum((-1, -2))
-    first_dstate = chunk.whole * dstate + queries.mT @ from_results + keys.mT @ from_values
-    gradients = _ChunkGradients(
-        dqueries,
-        dkeys,
-        dvalues,
-        ddecay.flip(-1).cumsum(-1).flip(-1),
-        (solved * unscaled).sum(-1),
-    )
-    return gradients, first_dstate
+    scores = queries @ keys.mT * pairwise
+    results = from_state * (queries @ state) + scores @ updates
+    state = from_state[..., -1:, :] * state + (to_state * keys).mT @ updates
+    results = (results * heads.key_size**-0.5).permute(2, 0, 1, 3)
+    return results.flatten(2).to(qkv.dtype), state
 
 
 def _torch_rule(
@@ -260,39 +179,31 @@ def _torch_rule(
     firsts = range(0, len(qkv), CHUNK)
 
     def forward() -> tuple[tuple[Tensor, Tensor], Saved]:
-        out = qkv.new_empty(*qkv.shape[:2], heads.value_heads, heads.value_size)
+        results = []
         states = [state]
         for first in firsts:
-            chunk, _ = _read_chunk(qkv, gates, heads, starts, first)
-            results, after = _chunk_results(chunk, states[-1], heads.key_size**-0.5)
+            tokens = slice(first, first + CHUNK)
+            inputs = (qkv[tokens], gates.decay[tokens], gates.beta[tokens], states[-1])
+            result, after = _chunk_rule(*inputs, heads, starts, first)
+            results.append(result)
             states.append(after)
-            out[first : first + CHUNK] = results.permute(2, 0, 1, 3)
-        return (out.flatten(2), states.pop()), (qkv, *gates, *states)
+        return (torch.cat(results), states.pop()), (qkv, *gates, *states)
 
     def backward(
         dout: Tensor, dstate: Tensor, qkv: Tensor, decay: Tensor, beta: Tensor, *states: Tensor
     ) -> Gradients:
-        dqkv = qkv.new_empty(qkv.shape)
-        ddecay = torch.empty_like(decay)
-        dbeta = torch.empty_like(beta)
-        dheads = dout.unflatten(-1, (-1, heads.value_size))
+        gradients = []
         for first, state in zip(reversed(firsts), reversed(states), strict=True):
             tokens = slice(first, first + CHUNK)
-            chunk, lengths = _read_chunk(qkv, DeltaGates(decay, beta), heads, starts, first)
-            dresults = dheads[tokens].permute(1, 2, 0, 3).float() * heads.key_size**-0.5
-            gradients, dstate = _chunk_gradients(chunk, state, dresults, dstate)
-            dqueries, dkeys, dvalues = heads.split(dqkv[tokens])
-            dvalues.copy_(gradients.values.permute(2, 0, 1, 3).unflatten(2, (-1, heads.group)))
-            for d, dunit, unit, length in zip(
-                (dqueries, dkeys), gradients[:2], chunk[:2], lengths, strict=True
-            ):
-                summed = dunit.unflatten(1, (-1, heads.group)).sum(2)
-                first_unit = unit[:, :: heads.group]
-                along = (summed * first_unit).sum(-1, keepdim=True)
-                d.copy_((length * (summed - first_unit * along)).permute(2, 0, 1, 3))
-            ddecay[tokens] = gradients.decay.permute(2, 0, 1)
-            dbeta[tokens] = gradients.beta.permute(2, 0, 1)
-        return dqkv, ddecay, dbeta, dstate
+            inputs = [
+                x.detach().requires_grad_()
+                for x in (qkv[tokens], decay[tokens], beta[tokens], state)
+            ]
+            with torch.enable_grad():
+                outputs = _chunk_rule(*inputs, heads, starts, first)
+            *found, dstate = torch.autograd.grad(outputs, inputs, (dout[tokens], dstate))
+            gradients.append(found)
+        return *map(torch.cat, zip(*reversed(gradients))), dstate
 
     return apply_saving(forward, backward, qkv, *gates, state)
 
@@ -318,7 +229,7 @@ def cached_delta_rule(
         return result.unsqueeze(1)
     queries, keys, values = heads.split(rows)
     queries, keys = (
-        _unit(x)[0].repeat_interleave(heads.group, 1).unsqueeze(-1) for x in (queries, keys)
+        _unit(x).repeat_interleave(heads.group, 1).unsqueeze(-1) for x in (queries, keys)
     )  # (r, n, key_size, 1)
     state = states[samples] * decay[..., None, None].exp()
     predicted = (keys * state).sum(-2)
