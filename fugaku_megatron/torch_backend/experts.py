@@ -5,16 +5,20 @@ f expert width, h hidden size, k experts per token, p pairs of a token and an ex
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..comm.autograd import Gradients, Saved, apply_conjugates, apply_saving
-from ..host import kernels
+from ..nn.ops import Ops
+from ..nn.ops.activation import Activation
 from .served import is_served
 
 NAME = "fugaku"
+OPS = Ops.build("native")
+SWIGLU = Activation("swiglu")
 
 
 def register() -> None:
@@ -28,15 +32,12 @@ def _gate(pre: Tensor, factors: Tensor) -> Tensor:
     """Return the silu of the first half of pre (p, 2 f) times the second half times factors (p,) in FP32."""
 
     def forward() -> tuple[Tensor, Saved]:
-        inner = pre.new_empty(len(pre), pre.shape[1] // 2)
-        kernels.scaled_gate(pre.unflatten(1, (2, -1)), factors, inner, "silu")
-        return inner, (pre, factors)
+        return OPS.scaled_gate(pre, factors, SWIGLU), (pre, factors)
 
     def backward(dinner: Tensor, pre: Tensor, factors: Tensor) -> Gradients:
-        dpre, dfactors, again = map(torch.empty_like, (pre, factors, dinner))
-        halves = (pre.unflatten(1, (2, -1)), factors, dpre.unflatten(1, (2, -1)))
-        kernels.scaled_gate_backward(dinner.contiguous(), *halves, dfactors, again, "silu")
-        return dpre, dfactors
+        dpre = torch.empty_like(pre)
+        overwritten = dinner.clone(memory_format=torch.contiguous_format)
+        return dpre, OPS.scaled_gate_gradient(overwritten, pre, factors, dpre, SWIGLU)
 
     return apply_saving(forward, backward, pre, factors)
 
@@ -64,22 +65,10 @@ def experts_forward(
     is_special = module._is_expert_parallel or module.has_post_expert_norm or not _is_gate(module)
     if is_special or not is_served(x):
         return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
-    chosen = top_k_index.contiguous()
-    counts = chosen.new_empty(module.num_experts)
-    pairs = chosen.new_empty(chosen.numel())
-    places = torch.empty_like(chosen)
-    kernels.sort_pairs(chosen, counts, pairs, places)
+    counts, pairs, places = OPS.sort_pairs(top_k_index.contiguous(), module.num_experts)
     offsets = counts.cumsum(0).to(torch.int32)
-
-    def dispatch(x: Tensor) -> Tensor:
-        rows = x.new_empty(len(pairs), x.shape[1])
-        kernels.permute(x.contiguous(), pairs, rows, places.shape[1])
-        return rows
-
-    def combine(rows: Tensor) -> Tensor:
-        total = rows.new_empty(len(places), rows.shape[1])
-        kernels.unpermute(rows.contiguous(), places, total)
-        return total
+    dispatch = partial(OPS.permute, pairs=pairs, k=places.shape[1])
+    combine = partial(OPS.unpermute, places=places)
 
     def product(rows: Tensor, weight: Tensor) -> Tensor:
         return _grouped_linear(rows, weight, offsets, is_transposed=module.is_transposed)
