@@ -9,7 +9,9 @@ r rows of generation; qkv as in `DeltaHeads`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from ...comm.autograd import Gradients, Saved, SavedResult, apply_saving
 from ...costs.delta_net import CHUNK
 from ..parameter import accumulate, as_rows, vector_gradient
 from .backend import Backend
-from .norm import norm_gradients, normalized
+from .norm import normalized
 
 L2_EPSILON = 1e-6
 
@@ -125,18 +127,48 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPSILON)
 
 
+def _recomputed(
+    function: Callable[..., Any],
+    tensors: Sequence[Tensor | None],
+    parameters: Sequence[Tensor] = (),
+) -> Any:
+    """Return function(*tensors, *parameters), a tensor or a tuple; its backward calls the function again under autograd.
+
+    The gradients of parameters are accumulated in FP32.
+    """
+
+    def forward() -> tuple[Any, Saved]:
+        return function(*tensors, *parameters), tuple(tensors)
+
+    def backward(*arguments: Any) -> Gradients:
+        count = len(arguments) - len(tensors)
+        leaves = [None if x is None else x.detach().requires_grad_() for x in arguments[count:]]
+        weights = [weight.detach().float().requires_grad_() for weight in parameters]
+        with torch.enable_grad():
+            results = function(*leaves, *weights)
+        wanted = [x for x in (*leaves, *weights) if x is not None]
+        found = iter(torch.autograd.grad(results, wanted, arguments[:count]))
+        gradients = [None if x is None else next(found) for x in leaves]
+        for weight, gradient in zip(parameters, found, strict=True):
+            accumulate(weight, gradient)
+        return tuple(gradients)
+
+    return apply_saving(forward, backward, *tensors, *parameters)
+
+
 def _chunk_rule(
     qkv: Tensor,
     decay: Tensor,
     beta: Tensor,
     state: Tensor,
+    *,
     heads: DeltaHeads,
     starts: Tensor | None,
     first: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the result (c, b, value_heads value_size) and the next state of a chunk of c tokens.
 
-    first: position of the chunk's first token.
+    first: position of the first token.
     """
     queries, keys, values = heads.split(qkv)
     queries, keys, values = (
@@ -176,36 +208,13 @@ def _chunk_rule(
 def _torch_rule(
     qkv: Tensor, gates: DeltaGates, heads: DeltaHeads, starts: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    firsts = range(0, len(qkv), CHUNK)
-
-    def forward() -> tuple[tuple[Tensor, Tensor], Saved]:
-        results = []
-        states = [state]
-        for first in firsts:
-            tokens = slice(first, first + CHUNK)
-            inputs = (qkv[tokens], gates.decay[tokens], gates.beta[tokens], states[-1])
-            result, after = _chunk_rule(*inputs, heads, starts, first)
-            results.append(result)
-            states.append(after)
-        return (torch.cat(results), states.pop()), (qkv, *gates, *states)
-
-    def backward(
-        dout: Tensor, dstate: Tensor, qkv: Tensor, decay: Tensor, beta: Tensor, *states: Tensor
-    ) -> Gradients:
-        gradients = []
-        for first, state in zip(reversed(firsts), reversed(states), strict=True):
-            tokens = slice(first, first + CHUNK)
-            inputs = [
-                x.detach().requires_grad_()
-                for x in (qkv[tokens], decay[tokens], beta[tokens], state)
-            ]
-            with torch.enable_grad():
-                outputs = _chunk_rule(*inputs, heads, starts, first)
-            *found, dstate = torch.autograd.grad(outputs, inputs, (dout[tokens], dstate))
-            gradients.append(found)
-        return *map(torch.cat, zip(*reversed(gradients))), dstate
-
-    return apply_saving(forward, backward, qkv, *gates, state)
+    results = []
+    chunks = zip(*(x.split(CHUNK) for x in (qkv, *gates)))
+    for number, chunk in enumerate(chunks):
+        rule = partial(_chunk_rule, heads=heads, starts=starts, first=number * CHUNK)
+        result, state = _recomputed(rule, (*chunk, state))
+        results.append(result)
+    return torch.cat(results), state
 
 
 def cached_delta_rule(
@@ -253,7 +262,12 @@ def causal_convolution(
     earlier: (w - 1, b, channels), inputs before the first token; None: zeros.
     """
     if not ops.is_native("rowwise"):
-        return _torch_convolution(x, weight, starts, earlier)
+
+        def convolve(x: Tensor, earlier: Tensor | None, weight: Tensor) -> Tensor:
+            total = _convolve(_taps(x, weight.shape[1], starts, earlier), weight)
+            return F.silu(total).to(x.dtype)
+
+        return _recomputed(convolve, (x, earlier), (weight,))  # type: ignore[no-any-return]
     kernels = ops.kernels
 
     def forward() -> SavedResult:
@@ -304,33 +318,6 @@ def _convolve(taps: list[Tensor], weight: Tensor) -> Tensor:
     return total
 
 
-def _torch_convolution(
-    x: Tensor, weight: Tensor, starts: Tensor | None, earlier: Tensor | None
-) -> Tensor:
-    s = len(x)
-    width = weight.shape[1]
-
-    def forward() -> SavedResult:
-        total = _convolve(_taps(x, width, starts, earlier), weight)
-        return F.silu(total).to(x.dtype), (x, starts, earlier)
-
-    def backward(dy: Tensor, x: Tensor, starts: Tensor | None, earlier: Tensor | None) -> Gradients:
-        taps = _taps(x, width, starts, earlier)
-        total = _convolve(taps, weight)
-        sigmoid = torch.sigmoid(total)
-        dtotal = dy.float() * sigmoid * (1 + total * (1 - sigmoid))
-        accumulate(weight, torch.stack([as_rows(dtotal * each).sum(0) for each in taps], 1))
-        dpadded = dtotal.new_zeros(s + width - 1, *x.shape[1:])
-        ones = torch.ones_like(x[..., :1], dtype=torch.float32)
-        before = None if earlier is None else torch.ones_like(earlier[..., :1])
-        for tap, visible in enumerate(_taps(ones, width, starts, before)):
-            dpadded[tap : tap + s] += dtotal * visible * weight[:, tap].float()
-        dearlier = None if earlier is None else dpadded[: width - 1].to(x.dtype)
-        return dpadded[width - 1 :].to(x.dtype), dearlier
-
-    return apply_saving(forward, backward, x, earlier, weight)
-
-
 def cached_convolution(
     ops: Backend, x: Tensor, weight: Tensor, inputs: Tensor, samples: Tensor
 ) -> Tensor:
@@ -355,7 +342,12 @@ def _tokens(x: Tensor) -> Tensor:
 def gated_rms_norm(ops: Backend, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Return the RMS norm of each head of x times silu(gate), computed in FP32. x, gate: (..., heads, h). weight: parameter (h)."""
     if not ops.is_native("rowwise"):
-        return _torch_gated_norm(x, gate, weight, epsilon)
+
+        def norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+            y, _ = normalized(x.float(), weight.float(), epsilon)
+            return (y * F.silu(gate.float())).to(x.dtype)
+
+        return _recomputed(norm, (x, gate), (weight,))  # type: ignore[no-any-return]
     kernels = ops.kernels
 
     def forward() -> SavedResult:
@@ -378,21 +370,5 @@ def gated_rms_norm(ops: Backend, x: Tensor, gate: Tensor, weight: Tensor, epsilo
             epsilon,
         )
         return dx, dgate
-
-    return apply_saving(forward, backward, x, gate, weight)
-
-
-def _torch_gated_norm(x: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    def forward() -> SavedResult:
-        y, rstd = normalized(x.float(), weight.float(), epsilon)
-        return (y * F.silu(gate.float())).to(x.dtype), (x, gate, rstd)
-
-    def backward(dy: Tensor, x: Tensor, gate: Tensor, rstd: Tensor) -> Gradients:
-        z = gate.float()
-        sigmoid = torch.sigmoid(z)
-        dx, dweight = norm_gradients(dy.float() * z * sigmoid, x.float(), rstd, weight.float())
-        accumulate(weight, dweight)
-        dgate = dy.float() * (x.float() * rstd * weight.float()) * sigmoid * (1 + z * (1 - sigmoid))
-        return dx.to(x.dtype), dgate.to(gate.dtype)
 
     return apply_saving(forward, backward, x, gate, weight)
