@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..comm.autograd import Gradients
 from ..host import kernels
@@ -50,8 +49,8 @@ def cross_entropy(
         return (dlogits,)
 
     def compose(logits: Tensor) -> Tensor:
-        logs = torch.log_softmax(logits.float(), -1)
-        return F.nll_loss(logs, labels, ignore_index=-1, reduction="none")
+        operator = torch.ops.aten.cross_entropy_loss.default
+        return operator.decompose(logits, labels, None, NONE, -1)  # type: ignore[no-any-return]
 
     losses = Composed.apply(forward, backward, compose, logits)
     if reduction != NONE:
