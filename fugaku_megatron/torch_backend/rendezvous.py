@@ -18,9 +18,8 @@ from ..start import environment
 from . import process_group
 
 LOOPBACK = "127.0.0.1"
-_served: set[str] = (
-    set()
-)  # ports of the stores below; a second init_process_group makes another store
+# Ports of the stores below; a second init_process_group makes another store.
+_served: set[str] = set()
 Rendezvous = Iterator[tuple[dist.Store, int, int]]
 
 
@@ -31,7 +30,6 @@ def register() -> None:
     dist.Backend.register_backend(
         process_group.NAME, process_group.create, extended_api=True, devices=["cpu"]
     )
-    dist.register_rendezvous_handler("mpi", mpi_rendezvous)
     if environment.processes()[1] > 1 and environment.TORCH_RANK not in os.environ:
         set_variables()
         # The function torch.distributed.rendezvous hides its module.
@@ -58,24 +56,25 @@ def env_rendezvous(
     timeout: timedelta = dist.default_pg_timeout,
     **options: Any,
 ) -> Rendezvous:
-    """Call torch's handler of env://, or MPI's if no address is given."""
+    """Yield (store, rank, world size), by torch's handler of env:// if an address is given.
+
+    Rank 0 serves the store; MASTER_ADDR and MASTER_PORT name it. Collective.
+    """
     if "MASTER_ADDR" in os.environ and os.environ.get("MASTER_PORT") not in _served:
-        return original(url, timeout=timeout, **options)
-    return mpi_rendezvous(url, timeout)
-
-
-def mpi_rendezvous(url: str, timeout: timedelta = dist.default_pg_timeout, **_: Any) -> Rendezvous:
-    """Yield (store, rank, world size). Rank 0 serves the store; MASTER_ADDR and MASTER_PORT name it. Collective."""
+        yield from original(url, timeout=timeout, **options)
+        return
     world = process_group.mpi_world(timeout)
     host = socket.gethostname()
     one_node = len(set(world.all_gather_object(host))) == 1
     address = LOOPBACK if one_node else host
-    store = None
+    start = partial(dist.TCPStore, world_size=world.size, timeout=timeout, wait_for_workers=False)
+    port = 0
     if world.rank == 0:
-        store = dist.TCPStore(address, 0, world.size, True, timeout, wait_for_workers=False)
-    address, port = world.broadcast_object((address, store.port if store else 0))
-    if store is None:
-        store = dist.TCPStore(address, port, world.size, False, timeout, wait_for_workers=False)
+        store = start(address, port, is_master=True)
+        port = store.port
+    address, port = world.broadcast_object((address, port))
+    if world.rank != 0:
+        store = start(address, port)
     _served.add(str(port))
     os.environ["MASTER_ADDR"] = address
     os.environ["MASTER_PORT"] = str(port)
