@@ -32,6 +32,15 @@ def counting(served):
             served[name] = served.get(name, 0) + number - before.get(name, 0)
 
 
+def assert_as_torch(call, **options):
+    """Assert that call() returns with the kernels what it returns without them. options: of torch.testing.assert_close"""
+    with serving():
+        got = call()
+    with enabled(False):
+        want = call()
+    torch.testing.assert_close(got, want, **options)
+
+
 def with_gradients(function, tensors):
     """Return function(*tensors) and the gradients of the tensors that are not None."""
     leaves = [None if x is None else x.detach().requires_grad_() for x in tensors]

@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ import fugaku_megatron as fm
 from fugaku_megatron.torch_backend import attention_interface
 from fugaku_megatron.torch_backend.accelerate import accelerate, restore
 from fugaku_megatron.torch_backend.linear_loss import Call, Head, row_losses
-from fugaku_megatron.torch_backend.logits import LazyLogits
+from fugaku_megatron.torch_backend.logits import LazyLogits, lazy_linear
 from tests.checks.tiny_transformers import MODELS, batch_of, model_of
 
 pytestmark = pytest.mark.unit
+TOLERANCES = {torch.float32: (1e-5, 2e-5), torch.bfloat16: (4e-2, 0.4)}
 CAUSAL = sorted(set(MODELS) - {"bert"})
 
 
@@ -30,17 +32,16 @@ def step(model, batch):
     return loss.item(), torch.cat(gradients)
 
 
-def compare(kind, call=step, dtype=torch.float32, padding="none"):
-    """Compare a call before and after accelerate."""
+def compare(kind, call=step, dtype=torch.float32, padding="none", tolerances=None):
+    """Compare a call before and after accelerate. tolerances: of the loss, and of the gradients relative to their norm"""
     model = model_of(kind, dtype)
     batch = batch_of(kind, padding)
     loss, gradients = call(model, batch)
     accelerate(model, quiet)
     fast_loss, fast_gradients = call(model, batch)
-    tight = dtype == torch.float32
-    assert abs(fast_loss - loss) < (1e-5 if tight else 4e-2)
-    error = (fast_gradients - gradients).norm() / gradients.norm()
-    assert error < (2e-5 if tight else 0.4)
+    tolerances = tolerances or TOLERANCES[dtype]
+    assert abs(fast_loss - loss) < tolerances[0]
+    assert (fast_gradients - gradients).norm() < tolerances[1] * gradients.norm()
 
 
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
@@ -72,20 +73,10 @@ def test_checkpointed_layers(kind):
     compare(kind, call)
 
 
-def autocast(model, batch):
-    with torch.autocast("cpu", torch.bfloat16):
-        loss, gradients = step(model, batch)
-    return loss, gradients
-
-
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5", "bert"])
 def test_autocast_is_near(kind):
-    model = model_of(kind)
-    batch = batch_of(kind)
-    loss, gradients = autocast(model, batch)
-    fast_loss, fast_gradients = autocast(accelerate(model, quiet), batch)
-    assert abs(fast_loss - loss) < 3e-2
-    assert (fast_gradients - gradients).norm() < 0.1 * gradients.norm()
+    call = torch.autocast("cpu", torch.bfloat16)(step)
+    compare(kind, call, tolerances=(3e-2, 0.1))
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gpt_oss", "qwen3_moe"])
@@ -127,18 +118,13 @@ def test_generated_tokens(kind, cache, padding):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
 def test_compiled_without_a_break(kind):
-    model = model_of(kind)
-    batch = batch_of(kind)
-    loss, gradients = step(model, batch)
-    accelerate(model, quiet)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    model.zero_grad()
-    fast = compiled(**batch).loss
-    fast.backward()
-    fast_gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
-    assert abs(fast.item() - loss) < 1e-5
-    assert (fast_gradients - gradients).norm() < 1e-5 * gradients.norm()
+    def call(model, batch):
+        if "forward" not in vars(model.lm_head):  # not accelerated yet
+            return step(model, batch)
+        torch._dynamo.reset()
+        return step(torch.compile(model, backend="aot_eager", fullgraph=True), batch)
+
+    compare(kind, call, tolerances=(1e-5, 1e-5))
 
 
 def test_frozen_parts_have_no_gradient():
@@ -187,7 +173,7 @@ def test_loss_in_blocks(reduction, monkeypatch):
     labels = torch.randint(0, 11, (14,))
     labels[:3] = -100
     results = []
-    for layer in (head, accelerated_head(head)):
+    for layer in (head, partial(lazy_linear, head)):
         logits = layer(x).contiguous().view(-1, 11).float()
         loss = torch.nn.functional.cross_entropy(logits, labels, reduction=reduction)
         results.append((loss, *torch.autograd.grad(3 * loss, (x, head.weight, head.bias))))
@@ -212,34 +198,33 @@ def test_gradient_of_the_entropy():
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
 
 
-def accelerated_head(head):
-    """Return a layer with the same parameters and the lazy forward."""
-    from fugaku_megatron.torch_backend.logits import lazy_linear
-
-    return lambda x: lazy_linear(head, x)
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_loss_without_labels(reduction):
     head = torch.nn.Linear(8, 11)
     x = torch.randn(3, 8, requires_grad=True)
     loss = torch.nn.functional.cross_entropy(
-        accelerated_head(head)(x), torch.full((3,), -100), reduction=reduction
+        lazy_linear(head, x), torch.full((3,), -100), reduction=reduction
     )
     loss.backward()
     assert loss.isnan() == (reduction == "mean")
     assert head.weight.grad.isfinite().all() or reduction == "mean"
 
 
+def line_of(model):
+    """Return the line that accelerate prints."""
+    lines = []
+    assert fm.accelerate(model, lines.append) is model
+    (line,) = lines
+    return line
+
+
 def test_line_and_undo():
     model = model_of("qwen3_5")
     batch = batch_of("qwen3_5")
     loss, _ = step(model, batch)
-    lines = []
-    assert fm.accelerate(model, lines.append) is model
-    assert lines == [
+    assert line_of(model) == (
         "accelerate: replaced attention, 8 RMS norms, gated delta rule and convolution, output layer"
-    ]
+    )
     assert "forward" in vars(model.lm_head)
     copied = copy.deepcopy(model)
     restore(copied)
@@ -258,17 +243,13 @@ def test_parts_that_are_left():
     model = model_of("llama")
     model.lm_head = torch.nn.Sequential(model.lm_head)
     model.model.norm.forward = lambda x: x
-    lines = []
-    accelerate(model, lines.append)
-    assert lines[0].endswith("left output layer Sequential")
+    assert line_of(model).endswith("left output layer Sequential")
 
 
 def test_probabilities_of_eager_attention():
     model = model_of("llama")
     model.set_attn_implementation("eager")
-    lines = []
-    accelerate(model, lines.append)
-    assert lines[0].endswith("left attention eager")
+    assert line_of(model).endswith("left attention eager")
     tokens = batch_of("llama")["input_ids"]
     assert len(model(tokens, output_attentions=True).attentions) == 2
 

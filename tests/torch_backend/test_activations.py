@@ -1,8 +1,10 @@
 """GELU and SiLU of torch and their gradients on the kernels."""
 
+from functools import partial
+
 import pytest
 import torch
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu
 
 from fugaku_megatron.torch_backend import enabled
 from tests.checks.torch_backend import assert_served, counting, serving
@@ -10,7 +12,7 @@ from tests.checks.torch_backend import assert_served, counting, serving
 pytestmark = pytest.mark.unit
 
 DTYPES = [torch.float32, torch.bfloat16]
-FORMS = ["none", "tanh"]
+FORMS = [("silu", {}), ("gelu", {"approximate": "none"}), ("gelu", {"approximate": "tanh"})]
 
 
 def random(*shape):
@@ -30,69 +32,35 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("name", "options"), FORMS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gelu(layout, form, dtype):
+def test_values_and_gradients(layout, name, options, dtype):
     x = LAYOUTS[layout]().to(dtype)
-    for operator in ("gelu", "gelu_backward"):
-        assert_served(lambda x: gelu(x, approximate=form), x, operator=operator)
+    function = partial(getattr(torch.nn.functional, name), **options)
+    for operator in (name, f"{name}_backward"):
+        assert_served(function, x, operator=operator)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "options"), FORMS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_silu(layout, dtype):
-    x = LAYOUTS[layout]().to(dtype)
-    for operator in ("silu", "silu_backward"):
-        assert_served(silu, x, operator=operator)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_outputs_of_silu(layout):
+def test_outputs(layout, name, options):
     x = LAYOUTS[layout]()
     dy = torch.cos(x)
+    aten = torch.ops.aten
+    operator = getattr(aten, name)
+    backward = getattr(aten, f"{name}_backward")
     with enabled(False):
-        want = silu(x)
-        want_gradient = torch.ops.aten.silu_backward(dy, x)
+        want = operator(x, **options)
+        want_gradient = backward(dy, x, **options)
     place = x.clone()
     with serving():
-        outputs = [torch.ops.aten.silu.out(x, out=torch.empty(shape)) for shape in (x.shape, 0)]
-        assert silu(place, inplace=True) is place
-        gradients = [
-            torch.ops.aten.silu_backward.grad_input(dy, x, grad_input=torch.empty(shape))
-            for shape in (x.shape, 0)
-        ]
-    for got in (*outputs, place):
-        torch.testing.assert_close(got, want)
-    for got in gradients:
-        torch.testing.assert_close(got, want_gradient)
-
-
-@pytest.mark.parametrize("function", [gelu, silu])
-def test_gradient_of_a_sum(function):
-    """An expanded gradient, and a second derivative."""
-    x = LAYOUTS["contiguous"]().requires_grad_()
-    found = []
-    for context in (enabled(False), serving()):
-        with context:
-            (dx,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
-            found.append((dx, *torch.autograd.grad(dx.square().sum(), x)))
-    for got, want in zip(*found, strict=True):
-        torch.testing.assert_close(got, want)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_outputs(layout, form):
-    x = LAYOUTS[layout]()
-    with enabled(False):
-        want = gelu(x, approximate=form)
-    place = x.clone()
-    with serving():
-        out = torch._C._nn.gelu(x, approximate=form, out=torch.empty(x.shape))
-        alone = torch._C._nn.gelu(x, approximate=form, out=torch.empty(0))
-        assert torch._C._nn.gelu_(place, approximate=form) is place
-    for got in (out, alone, place):
-        torch.testing.assert_close(got, want)
+        assert getattr(aten, f"{name}_")(place, **options) is place
+        for shape in (x.shape, 0):
+            got = operator.out(x, **options, out=torch.empty(shape))
+            torch.testing.assert_close(got, want)
+            got = backward.grad_input(dy, x, **options, grad_input=torch.empty(shape))
+            torch.testing.assert_close(got, want_gradient)
+    torch.testing.assert_close(place, want)
 
 
 def test_output_that_overlaps():

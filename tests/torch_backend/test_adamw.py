@@ -1,4 +1,4 @@
-"""Fused steps of Adam and AdamW and the gradient of an embedding's table against PyTorch's own kernels."""
+"""Default steps of Adam and AdamW and the gradient of an embedding's table against PyTorch's own kernels."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from torch.optim import adam as torch_adam
 
 from fugaku_megatron import torch_backend
 from fugaku_megatron.torch_backend import build, operators
-from tests.checks.torch_backend import counting
+from tests.checks.torch_backend import counting, serving
 
 pytestmark = pytest.mark.unit
-
-OPTIONS = [{}, {"weight_decay": 0.1}, {"maximize": True}, {"amsgrad": True}, {"eps": 0.0}]
 
 
 def trained(
@@ -26,27 +24,13 @@ def trained(
     params = [
         torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes
     ]
-    steps = optimizer(params, **{"lr": 1e-2, "fused": True, **options})
+    steps = optimizer(params, **{"lr": 1e-2, **options})
     for _ in range(5):
         for each in params:
             each.grad = torch.randn(each.shape, generator=generator).to(dtype)
         steps.step()
     moments = [steps.state[each][name] for each in params for name in ("exp_avg", "exp_avg_sq")]
     return [*(each.detach() for each in params), *moments]
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW])
-def test_fused_step(
-    optimizer: type[torch.optim.Adam], dtype: torch.dtype, options: dict[str, object]
-) -> None:
-    with torch_backend.enabled(False):
-        expected = trained(optimizer, dtype, **options)
-    with torch_backend.enabled(kernels="native"), operators.every_size(build.load()):
-        values = trained(optimizer, dtype, **options)
-    for value, reference in zip(values, expected, strict=True):
-        torch.testing.assert_close(value, reference)
 
 
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"amsgrad": True}])
@@ -61,13 +45,13 @@ def test_default_step(
         torch_adam, "_fused_adam", lambda *a, **k: (calls.append(1), fused(*a, **k))
     )
     with torch_backend.enabled(False):
-        expected = trained(optimizer, torch.float32, fused=None, **options)
+        expected = trained(optimizer, torch.float32, **options)
     assert not calls
-    with torch_backend.enabled(kernels="native"), operators.every_size(build.load()):
-        values = trained(optimizer, torch.float32, fused=None, **options)
+    with serving():
+        values = trained(optimizer, torch.float32, **options)
         assert len(calls) == 5
-        trained(optimizer, torch.bfloat16, fused=None, **options)
-        trained(optimizer, torch.float32, fused=None, lr=torch.tensor(1e-2))
+        trained(optimizer, torch.bfloat16, **options)
+        trained(optimizer, torch.float32, lr=torch.tensor(1e-2))
     assert len(calls) == 5
     for value, reference in zip(values, expected, strict=True):
         torch.testing.assert_close(value, reference)
@@ -84,7 +68,7 @@ def test_embedding_gradient(integer: torch.dtype, dtype: torch.dtype, padding: i
     with torch_backend.enabled(False):
         exact = F.embedding(tokens, table.double(), padding)
         (expected,) = torch.autograd.grad(exact, table, gradient.double())
-    with torch_backend.enabled(kernels="native"), operators.every_size(build.load()):
+    with serving():
         (value,) = torch.autograd.grad(F.embedding(tokens, table, padding), table, gradient)
     torch.testing.assert_close(value, expected)
 

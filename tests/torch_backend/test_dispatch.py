@@ -2,6 +2,7 @@
 
 import importlib
 import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -81,6 +82,17 @@ def test_the_first_calls_of_a_shape_run_on_both_sides(counted):
         assert counted()[1] in (4, 9)
 
 
+@contextmanager
+def mm_served_by(serve):
+    """Replace the function that serves matrix products inside the block."""
+    family = operators.FAMILIES[0]
+    DISPATCH.set("mm", serve, family.smallest)
+    try:
+        yield
+    finally:
+        DISPATCH.set("mm", family.serve["mm"], family.smallest)
+
+
 def test_refused_calls_leave_the_choice(counted):
     """A shape that `serve` refuses once is PyTorch's."""
     calls = []
@@ -89,34 +101,24 @@ def test_refused_calls_leave_the_choice(counted):
         calls.append(arguments)
         return NotImplemented
 
-    family = operators.FAMILIES[0]
-    DISPATCH.set("mm", refuse, family.smallest)
-    try:
-        a = torch.randn(SIDE + 5, SIDE)
-        with torch_backend.enabled():
-            for _ in range(12):
-                a @ a.t()
-        assert len(calls) == 1
-        assert counted() == (12, 0)
-    finally:
-        DISPATCH.set("mm", family.serve["mm"], family.smallest)
+    a = torch.randn(SIDE + 5, SIDE)
+    with mm_served_by(refuse), torch_backend.enabled():
+        for _ in range(12):
+            a @ a.t()
+    assert len(calls) == 1
+    assert counted() == (12, 0)
 
 
 def test_an_error_of_a_kernel_is_raised_where_the_operator_is_called():
     def fail(*arguments):
         raise ZeroDivisionError("a kernel's error")
 
-    family = operators.FAMILIES[0]
-    DISPATCH.set("mm", fail, family.smallest)
-    try:
-        with torch_backend.enabled(kernels="native"):
-            with pytest.raises(ZeroDivisionError, match="a kernel's error"):
-                matrix() @ matrix()
-            weight = matrix().requires_grad_()
-            with pytest.raises(ZeroDivisionError):
-                torch.linalg.multi_dot([weight, matrix(), matrix()])
-    finally:
-        DISPATCH.set("mm", family.serve["mm"], family.smallest)
+    with mm_served_by(fail), torch_backend.enabled(kernels="native"):
+        with pytest.raises(ZeroDivisionError, match="a kernel's error"):
+            matrix() @ matrix()
+        weight = matrix().requires_grad_()
+        with pytest.raises(ZeroDivisionError):
+            torch.linalg.multi_dot([weight, matrix(), matrix()])
 
 
 def test_native_and_deterministic_programs_have_one_kernel(counted):
@@ -161,19 +163,6 @@ def test_modes_without_gradients(mode, counted):
         product = matrix() @ weight
     assert not product.requires_grad
     assert counted() == (1, 1)
-
-
-def test_vmap_and_double_backward():
-    a = torch.randn(3, SIDE, SIDE)
-    b = matrix().requires_grad_()
-    with torch_backend.enabled(kernels="native"):
-        batched = torch.vmap(lambda x: x @ b)(a)
-        (first,) = torch.autograd.grad(batched.square().sum(), b, create_graph=True)
-        (second,) = torch.autograd.grad(first.sum(), b)
-    with torch_backend.enabled(False):
-        torch.testing.assert_close(batched, a @ b, rtol=1e-4, atol=1e-4)
-        expected = 2 * (a.mT @ (a @ torch.ones_like(b))).sum(0)
-        torch.testing.assert_close(second, expected, rtol=1e-3, atol=1e-2)
 
 
 def test_fake_tensors_and_default_devices(counted):

@@ -1,11 +1,12 @@
 """Matrix products of the backend against PyTorch's own, in every layout."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from fugaku_megatron import torch_backend
-from fugaku_megatron.torch_backend import build, matmul, operators
-from tests.checks.torch_backend import counting
+from fugaku_megatron.torch_backend import matmul
+from tests.checks.torch_backend import assert_as_torch, counting, serving
 
 pytestmark = pytest.mark.unit
 
@@ -35,22 +36,13 @@ def constant(*shape):
 LAYOUTS = (rows, columns, strided, outer_rows, constant)
 
 
+# Products have PyTorch's strides.
+compare = partial(assert_as_torch, rtol=1.6e-2, atol=1e-4 * 13, check_stride=True)
+
+
 @pytest.fixture(autouse=True)
-def every_call():
-    """Serve calls of every size."""
-    dispatch = build.load()
+def seeded():
     torch.manual_seed(3)
-    with operators.every_size(dispatch), torch_backend.enabled(kernels="native"):
-        yield
-
-
-def compare(call):
-    """Assert that a call has PyTorch's value and strides."""
-    served = call()
-    with torch_backend.enabled(False):
-        expected = call()
-    assert served.stride() == expected.stride()
-    torch.testing.assert_close(served, expected, rtol=1.6e-2, atol=1e-4 * 13)
 
 
 def operands(a, b, dtype, *groups):
@@ -107,10 +99,7 @@ def test_grouped_mm(ends, b, dtype):
         dx, dweight = torch.autograd.grad(loss, (x, weight))
         return product.detach()[: ends[-1]], dx[: ends[-1]], dweight
 
-    served = call()
-    with torch_backend.enabled(False):
-        expected = call()
-    torch.testing.assert_close(served, expected, rtol=1.6e-2, atol=1e-1)
+    assert_as_torch(call, rtol=1.6e-2, atol=1e-1)
 
 
 @pytest.mark.parametrize("m, k, n", [(0, 3, 4), (3, 0, 4), (3, 4, 0), (1, 1, 1), (1, 5, 1)])
@@ -125,7 +114,7 @@ def test_other_calls_are_pytorchs():
     """Other types, outputs that are inputs, shapes that do not fit."""
     a = torch.randn(8, 8)
     served: dict[str, int] = {}
-    with counting(served):
+    with serving(), counting(served):
         torch.mm(a.double(), a.double())
     assert not served.get("mm")
     assert matmul.mm(a, a.bfloat16()) is NotImplemented
@@ -135,9 +124,9 @@ def test_other_calls_are_pytorchs():
     assert matmul.grouped_mm(a, a.expand(2, 8, 8), ends, None, None) is NotImplemented
     assert matmul.addmm(a, a, a, 1, 1, a) is NotImplemented
     assert matmul.mm(a, a, out=torch.empty(1, 8).expand(8, 8)) is NotImplemented
-    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+    with serving(), pytest.raises(RuntimeError, match="cannot be multiplied"):
         torch.mm(a, a[1:])
-    with pytest.raises(RuntimeError, match="size"):
+    with serving(), pytest.raises(RuntimeError, match="size"):
         torch.addmm(torch.ones(3), a, a)
-    with pytest.warns(UserWarning, match="resized"):
+    with serving(), pytest.warns(UserWarning, match="resized"):
         assert torch.mm(a, a, out=torch.empty(3)).shape == (8, 8)

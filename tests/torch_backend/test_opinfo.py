@@ -28,6 +28,7 @@ class Sampled(NamedTuple):
     served: replaced ATen operators that its samples reach
     others: what op_db has of it beside samples: an argument out, a variant in place, wrong inputs
     limits: its gradient at infinity is the limit, where PyTorch returns NaN, so infinite samples are left out
+    left: layouts that reach other operators or that stay with PyTorch
     """
 
     name: str
@@ -35,6 +36,7 @@ class Sampled(NamedTuple):
     others: tuple[str, ...] = ()
     variant: str = ""
     limits: bool = False
+    left: tuple[str, ...] = ()
 
 
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
@@ -46,14 +48,18 @@ OPERATORS = (
     Sampled("bmm", ("bmm",), ("out",)),
     Sampled("matmul", ("mm", "bmm"), ("out",)),
     Sampled("nn.functional.linear", ("mm", "addmm"), ("out",)),
-    Sampled("nn.functional.scaled_dot_product_attention", (ATTENTION, f"{ATTENTION}_backward")),
+    Sampled(
+        "nn.functional.scaled_dot_product_attention",
+        (ATTENTION, f"{ATTENTION}_backward"),
+        left=("every second", "transposed", "broadcast"),
+    ),
     Sampled("native_layer_norm", LAYER_NORM, ("errors",)),
     Sampled("nn.functional.layer_norm", LAYER_NORM),
-    Sampled("nn.functional.rms_norm", ("rms_norm",), ("errors",)),
+    Sampled("nn.functional.rms_norm", ("rms_norm",), ("errors",), left=("negative",)),
     Sampled("nn.functional.gelu", ("gelu", "gelu_backward"), ("out", "errors")),
     Sampled("nn.functional.silu", ("silu", "silu_backward"), ("in place",), limits=True),
     Sampled("nn.functional.embedding", ("embedding_dense_backward",), ("errors",)),
-    Sampled("nn.functional.cross_entropy", ("cross_entropy_loss",)),
+    Sampled("nn.functional.cross_entropy", ("cross_entropy_loss",), left=("negative",)),
 )
 
 
@@ -68,7 +74,9 @@ def databases():
     return op_db, optim_db
 
 
-def info_of(sampled):
+@pytest.fixture
+def info(sampled):
+    """Return op_db's row of a test's operator."""
     op_db, _ = databases()
     (info,) = [
         each
@@ -183,8 +191,19 @@ def floats(values):
     ]
 
 
+def inputs_of(sample):
+    return floats((sample.input, sample.args, sample.kwargs))
+
+
+def called(function, sample, **options):
+    return function(sample.input, *sample.args, **sample.kwargs, **options)
+
+
 def differentiate(values, inputs, tensors):
-    """Append the gradients and second gradients of the values with respect to the inputs that want one."""
+    """Append the gradients and second gradients of the values with respect to the inputs that want one.
+
+    The values get random gradients, an expanded one as from a sum, and a negative view; strides are compared with the first alone.
+    """
     outputs = [y for y in values if y.requires_grad]
     inputs = [x for x in inputs if x.requires_grad]
     if not outputs or not inputs:
@@ -195,6 +214,10 @@ def differentiate(values, inputs, tensors):
         return torch.randn(x.shape, generator=random).to(x.dtype)
 
     directions = [draw(y).requires_grad_() for y in outputs]
+    expanded = [y.new_ones(()).expand(y.shape) for y in outputs]
+    for given in (expanded, [negative(y.detach()) for y in outputs]):
+        first = torch.autograd.grad(outputs, inputs, given, allow_unused=True, retain_graph=True)
+        tensors += [x.contiguous() for x in first if x is not None]
     first = torch.autograd.grad(outputs, inputs, directions, allow_unused=True, retain_graph=True)
     tensors += [x for x in first if x is not None]
     first = torch.autograd.grad(outputs, inputs, directions, allow_unused=True, create_graph=True)
@@ -211,8 +234,8 @@ def of_sample(function, sample):
     """Return a call of the function with a sample, and its derivatives."""
 
     def call(tensors):
-        inputs = floats((sample.input, sample.args, sample.kwargs))
-        values = floats(function(sample.input, *sample.args, **sample.kwargs))
+        inputs = inputs_of(sample)
+        values = floats(called(function, sample))
         tensors += [*inputs, *values]
         differentiate(values, inputs, tensors)
 
@@ -264,8 +287,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 @each_operator()
-def test_the_table_has_what_op_db_has(sampled):
-    info = info_of(sampled)
+def test_the_table_has_what_op_db_has(sampled, info):
     found = {
         "out": info.supports_out,
         "in place": info.inplace_variant is not None,
@@ -277,8 +299,7 @@ def test_the_table_has_what_op_db_has(sampled):
 @each_operator()
 @each_dtype
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_values_and_derivatives(sampled, dtype, layout):
-    info = info_of(sampled)
+def test_values_and_derivatives(sampled, info, dtype, layout):
     draw = info.reference_inputs if layout == "contiguous" else info.sample_inputs
     served = {}
     with counting(served):
@@ -287,8 +308,8 @@ def test_values_and_derivatives(sampled, dtype, layout):
                 continue
             for changed in LAYOUTS[layout](sample):
                 assert_same(of_sample(info, changed), changed.summary())
-    if layout == "contiguous":
-        assert all(served.get(name) for name in sampled.served), served
+    is_left = layout in ("empty", *sampled.left)
+    assert all(bool(served.get(name)) != is_left for name in sampled.served), served
 
 
 def in_place(info, sample):
@@ -307,8 +328,7 @@ def in_place(info, sample):
 
 @each_operator("in place")
 @each_dtype
-def test_in_place(sampled, dtype):
-    info = info_of(sampled)
+def test_in_place(info, dtype):
     for sample in info.sample_inputs("cpu", dtype, requires_grad=True):
         if sample.broadcasts_input:
             continue
@@ -341,13 +361,13 @@ def into(info, sample, output):
 
     def call(tensors):
         with torch.no_grad():
-            value = info(sample.input, *sample.args, **sample.kwargs)
+            value = called(info, sample)
             torch.manual_seed(0)
             out = output(value)
             if not out.requires_grad:
                 out.fill_(7)
         address = out.data_ptr()
-        result = info.op(sample.input, *sample.args, **sample.kwargs, out=out)
+        result = called(info.op, sample, out=out)
         assert result is out
         tensors += [out.detach(), torch.tensor(out.data_ptr() == address)]
 
@@ -357,18 +377,16 @@ def into(info, sample, output):
 @each_operator("out")
 @each_dtype
 @pytest.mark.parametrize("kind", OUTPUTS)
-def test_outputs(sampled, dtype, kind):
+def test_outputs(sampled, info, dtype, kind):
     if reason := SKIPPED_OUTPUTS.get((sampled.name, kind)):
         pytest.skip(reason)
-    info = info_of(sampled)
     for sample in info.sample_inputs("cpu", dtype):
         assert_same(into(info, sample, OUTPUTS[kind]), sample.summary())
 
 
-@pytest.mark.parametrize("name", ["addmm", "nn.functional.gelu"])
-def test_output_that_is_an_input(name):
+@pytest.mark.parametrize("sampled", [Sampled("addmm"), Sampled("nn.functional.gelu")])
+def test_output_that_is_an_input(info):
     """Only of operators whose values PyTorch defines then."""
-    info = info_of(Sampled(name, ()))
 
     def call(tensors):
         target = sample.input.clone()
@@ -381,13 +399,12 @@ def test_output_that_is_an_input(name):
 
 
 @each_operator("errors")
-def test_errors(sampled):
-    info = info_of(sampled)
+def test_errors(info):
     for wrong in info.error_inputs("cpu"):
         sample = wrong.sample_input
         assert_same(of_sample(info, sample), sample.summary())
         with serving(), pytest.raises(wrong.error_type, match=wrong.error_regex):
-            info(sample.input, *sample.args, **sample.kwargs)
+            called(info, sample)
 
 
 def tangents(sample, wanted):
@@ -405,7 +422,7 @@ def tangents(sample, wanted):
 
 def forward_mode(info, sample):
     """Return a call that appends a value's forward-mode derivative in each tensor alone, then in all."""
-    inputs = [x for x in floats((sample.input, sample.args, sample.kwargs)) if x.requires_grad]
+    inputs = [x for x in inputs_of(sample) if x.requires_grad]
 
     def call(tensors):
         for wanted in [inputs, *([x] for x in inputs)]:
@@ -419,8 +436,7 @@ def forward_mode(info, sample):
 
 @each_operator()
 @each_dtype
-def test_forward_mode(sampled, dtype):
-    info = info_of(sampled)
+def test_forward_mode(info, dtype):
     for sample in info.sample_inputs("cpu", dtype, requires_grad=True):
         assert_same(forward_mode(info, sample), sample.summary())
 
@@ -429,8 +445,8 @@ def batched(info, sample):
     """Return a call that appends the gradients for a batch of directions, and values and gradients under vmap."""
 
     def call(tensors):
-        inputs = [x for x in floats((sample.input, sample.args, sample.kwargs)) if x.requires_grad]
-        values = floats(info(sample.input, *sample.args, **sample.kwargs))
+        inputs = [x for x in inputs_of(sample) if x.requires_grad]
+        values = floats(called(info, sample))
         tensors += [*inputs, *values]
         outputs = [y for y in values if y.requires_grad]
         random = torch.Generator().manual_seed(3)
@@ -454,8 +470,7 @@ def batched(info, sample):
 
 @each_operator()
 @each_dtype
-def test_batches(sampled, dtype):
-    info = info_of(sampled)
+def test_batches(sampled, info, dtype):
     if sampled.name == "nn.functional.embedding":
         pytest.skip("op_db passes the weight first, which has no batch")
     for sample in info.sample_inputs("cpu", dtype, requires_grad=True):
@@ -464,12 +479,11 @@ def test_batches(sampled, dtype):
 
 @each_operator()
 @each_dtype
-def test_fake_tensors_have_the_layouts_of_real_ones(sampled, dtype):
+def test_fake_tensors_have_the_layouts_of_real_ones(info, dtype):
     """torch.compile trusts them."""
-    info = info_of(sampled)
 
     def layouts(sample):
-        return [layout(y) for y in floats(info(sample.input, *sample.args, **sample.kwargs))]
+        return [layout(y) for y in floats(called(info, sample))]
 
     for sample in info.sample_inputs("cpu", dtype):
         with serving(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -484,8 +498,7 @@ def test_fake_tensors_have_the_layouts_of_real_ones(sampled, dtype):
 
 @each_operator()
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_traces_have_the_operators_of_torch(sampled):
-    info = info_of(sampled)
+def test_traces_have_the_operators_of_torch(info):
     sample = next(iter(info.sample_inputs("cpu", torch.float32)))
 
     def graph():

@@ -30,7 +30,6 @@ def test_collectives_and_messages_equal_gloo(mpi):
     for verb in group_programs.VERBS:
         assert job.stdout.count(f"ok {verb.__name__}\n") == 4, job.stdout
     assert job.stdout.count("ok groups") == 4
-    assert job.stdout.count("ok refused") == 4
     assert job.stdout.count("ok threads") == 4
 
 
@@ -117,13 +116,11 @@ def test_failing_rank_ends_the_job(mpi):
 @pytest.mark.full
 def test_wait_with_a_timeout(mpi):
     job = mpi.run(2, PROGRAM, "waits")
-    assert job.stdout.count("ok timed out") == 1
     assert job.stdout.count("ok waits") == 2
 
 
 def test_unfinished_collectives_leave_the_exit_code(mpi):
     job = mpi.run(2, PROGRAM, "unfinished", code=7)
-    assert job.stdout.count("ok timed out") == 2
     assert job.stdout.count("ok unfinished") == 2
     assert job.seconds < 60
 
@@ -131,5 +128,4 @@ def test_unfinished_collectives_leave_the_exit_code(mpi):
 @pytest.mark.full
 def test_groups_are_freed(mpi):
     job = mpi.run(2, PROGRAM, "many_groups")
-    assert job.stdout.count("ok destroyed") == 2
     assert job.stdout.count("ok groups") == 2
