@@ -52,21 +52,9 @@ def write_lines(path: Path, *records) -> Path:
 
 
 def preprocess(folder, source, prefix, *more: str) -> int:
-    return program.main(
-        [
-            "preprocess",
-            "--chat",
-            "--input",
-            str(source),
-            "--output-prefix",
-            str(prefix),
-            "--tokenizer-type",
-            "HuggingFaceTokenizer",
-            "--tokenizer-model",
-            str(folder),
-            *more,
-        ]
-    )
+    words = f"preprocess --chat --input {source} --output-prefix {prefix}"
+    tokenizer = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}"
+    return program.main([*words.split(), *tokenizer.split(), *more])
 
 
 CHAT_LENGTH = 9  # of each random chat: its last token is a label alone in a sample of 8

@@ -59,19 +59,14 @@ def test_a_mask_that_does_not_fit_is_refused(tmp_path):
     write_chats(tmp_path / "lengths", [8, 9])
     write_chats(tmp_path / "tokens", [9, 8], token=6)
     good = (tmp_path / "a.mask").read_bytes()
+    longer, lengths, tokens = (
+        (tmp_path / f"{name}.mask").read_bytes() for name in ("longer", "lengths", "tokens")
+    )
+    another = r"it belongs to another .*a\.bin of as many tokens"
     for content, reason in (
-        (
-            (tmp_path / "longer.mask").read_bytes(),
-            r"it is the mask of 18 tokens, and .*a\.bin has 17",
-        ),
-        (
-            (tmp_path / "lengths.mask").read_bytes(),
-            r"it belongs to another .*a\.bin of as many tokens",
-        ),
-        (
-            (tmp_path / "tokens.mask").read_bytes(),
-            r"it belongs to another .*a\.bin of as many tokens",
-        ),
+        (longer, r"it is the mask of 18 tokens, and .*a\.bin has 17"),
+        (lengths, another),
+        (tokens, another),
         (good[:-1], "2 bytes of bits"),
         (good[:-1] + b"\xff", "damaged"),
         (good[:10], "not a mask"),
@@ -150,6 +145,14 @@ def test_packing_is_best_fit_decreasing(case):
     assert sorted(size - int(lengths[sample].sum()) for sample in samples) == fitted(lengths, size)
 
 
+def chats_of(
+    files: ChatFiles, chats: range | None = None, name="train", count=1, length=16, seed=1, **more
+) -> ChatDataset:
+    """Return the data of these chats, by default of all."""
+    chats = range(len(files)) if chats is None else chats
+    return ChatDataset(files, name, chats, count, DatasetConfig(length, seed), **more)
+
+
 @given(
     st.lists(st.integers(2, 17), min_size=1, max_size=30).filter(lambda lengths: max(lengths) > 2),
     st.integers(0, 2**32 - 1),
@@ -159,8 +162,8 @@ def test_samples_hold_whole_chats_and_each_epoch_has_every_chat_once(
     tmp_path_factory, lengths, seed
 ):
     files = write_chats(tmp_path_factory.mktemp("chats") / "c", lengths)
-    data = ChatDataset(files, "train", range(len(lengths)), 1, DatasetConfig(16, seed))
-    again = ChatDataset(files, "train", range(len(lengths)), 3 * len(data), DatasetConfig(16, seed))
+    data = chats_of(files, seed=seed)
+    again = chats_of(files, count=3 * len(data), seed=seed)
     assert again.num_epochs == 3 and len(again) == 3 * len(data)
     counted = 0
     for epoch in range(3):
@@ -178,17 +181,14 @@ def test_samples_hold_whole_chats_and_each_epoch_has_every_chat_once(
             assert np.flatnonzero(marks & FIRST).tolist() == [
                 begin for begin in begins.tolist() if begin < 17
             ]
-            places = [
-                marks[begin : begin + lengths[chat]] & COUNTED for begin, chat in zip(begins, own)
-            ]
-            assert all(
-                place.tolist() == [0, 0, *[1] * len(place)][: len(place)] for place in places
-            )
+            for begin, chat in zip(begins, own):
+                place = marks[begin : begin + lengths[chat]] & COUNTED
+                assert place.tolist() == [0, 0, *[1] * len(place)][: len(place)]
             chats += own
             counted += int((marks & COUNTED).sum())
         assert sorted(chats) == [*range(len(lengths))]
     assert counted == 3 * data.num_trained == 3 * sum(length - 2 for length in lengths)
-    fresh = ChatDataset(files, "train", range(len(lengths)), 3 * len(data), DatasetConfig(16, seed))
+    fresh = chats_of(files, count=3 * len(data), seed=seed)
     last = len(fresh) - 1
     assert np.array_equal(fresh[last], again[last]) and np.array_equal(fresh[0], data[0]), (
         "of the seed and the number alone"
@@ -202,8 +202,8 @@ def test_chats_that_are_too_long(tmp_path):
         match=r"train data of .*c: chat 1, counted from 0, has 30 tokens, and a sample takes "
         r"--seq-length 16 \+ 1; 2 of 3 chats are too long, the longest has 40: .*--sft-truncate",
     ):
-        ChatDataset(files, "train", range(1, 4), 1, DatasetConfig(16, 1))
-    data = ChatDataset(files, "train", range(1, 4), 1, DatasetConfig(16, 1), truncate=True)
+        chats_of(files, range(1, 4))
+    data = chats_of(files, range(1, 4), truncate=True)
     assert (
         data.num_tokens == 51 and len(data) == 3 and data.chats_cut == 2 and data.num_trained == 45
     )
@@ -215,7 +215,7 @@ def test_chats_that_are_too_long(tmp_path):
         "padding, 88.2% counts in the loss; --sft-truncate cut 2 chats"
     ]
     with pytest.raises(ValueError, match="it has no chats"):
-        ChatDataset(files, "valid", range(0), 1, DatasetConfig(16, 1))
+        chats_of(files, range(0), "valid")
 
 
 def test_chats_without_a_trained_token_are_counted_and_refused_if_they_are_all(tmp_path):
@@ -223,24 +223,24 @@ def test_chats_without_a_trained_token_are_counted_and_refused_if_they_are_all(t
     early = [False] * 5 + [True] * 5
     first = [True] + [False] * 5  # nothing predicts the first token
     files = write_masks(tmp_path / "c", [late, early, late, first])
-    data = ChatDataset(files, "train", range(4), 1, DatasetConfig(16, 1), truncate=True)
+    data = chats_of(files, truncate=True)
     assert data.chats_lost == 3 and data.num_trained == 5
     said = lost_lines(data, None)
     assert len(said) == 1 and "warning: train data of" in said[0]
     assert "3 of 4 chats have no trained token in their first 17 tokens" in said[0]
     assert "raise --seq-length" in said[0] and lost_lines(None) == []
-    whole = ChatDataset(files, "train", range(4), 1, DatasetConfig(32, 1))
+    whole = chats_of(files, length=32)
     assert whole.chats_lost == 1 and "--seq-length" not in lost_lines(whole)[0]
     with pytest.raises(
         ValueError,
         match=r"valid data of .*c: none of its 17 tokens is trained: --sft-truncate cut the answers of 1 of 1 chats away: "
         "raise --seq-length, which is 16",
     ):
-        ChatDataset(files, "valid", range(2, 3), 1, DatasetConfig(16, 1), truncate=True)
+        chats_of(files, range(2, 3), "valid", truncate=True)
     with pytest.raises(
         ValueError, match=r"none of its 6 tokens is trained, as its \.mask file says"
     ):
-        ChatDataset(files, "train", range(3, 4), 1, DatasetConfig(16, 1))
+        chats_of(files, range(3, 4))
 
 
 def test_a_run_reads_blends_and_splits_of_chats(tmp_path):

@@ -322,49 +322,39 @@ UTTERANCE = Shape.of("Assistant:", "<end_of_utterance>\n")
 COHERE = "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
 DEEPSEEK = ("<\uff5cAssistant\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
 EOS = {"deepseek": DEEPSEEK[1], "phi3": "<|endoftext|>"}  # by the beginning of a name
-SHAPES: dict[str, Shape | None] = {  # None: every chat is refused
+SHAPES: dict[str, Shape | None] = {
+    **dict.fromkeys(
+        "lfm2 lfm2_2_5 lfm2_2_5_v2 lfm2_2_5_vl lfm2_v2 qwen2_5 qwen2_5_vl qwen3 qwen3_instruct_2507 qwen3_vl".split(),
+        CHATML_SHAPE,
+    ),
+    **dict.fromkeys(
+        "diffusion_gemma gemma4 gemma4_v2 gemma4_v3 gemma4_v4 gemma4_v5".split(), GEMMA_4
+    ),
+    # Every chat is refused.
+    **dict.fromkeys(
+        "glm4moe nemotron_3_5_lightning nemotron_3_nano nemotron_3_super nemotron_3_ultra".split()
+    ),
     "cohere": Shape.of(COHERE, "<|END_OF_TURN_TOKEN|>"),
     "cohere2": Shape.of(f"{COHERE}<|START_RESPONSE|>", "<|END_OF_TURN_TOKEN|>"),
     "deepseek_r1_distill": Shape.of(*DEEPSEEK, opened="<think>\n"),
     "deepseekv3": Shape.of(*DEEPSEEK),
-    "diffusion_gemma": GEMMA_4,
     "gemma": GEMMA,
     "gemma3": GEMMA,
-    "gemma4": GEMMA_4,
-    "gemma4_v2": GEMMA_4,
-    "gemma4_v3": GEMMA_4,
-    "gemma4_v4": GEMMA_4,
-    "gemma4_v5": GEMMA_4,
-    "glm4moe": None,
     "gptoss": Shape.of("<|start|>assistant", "<|end|>", "<|call|>"),
     "idefics3": UTTERANCE,
-    "lfm2": CHATML_SHAPE,
-    "lfm2_2_5": CHATML_SHAPE,
-    "lfm2_2_5_v2": CHATML_SHAPE,
-    "lfm2_2_5_vl": CHATML_SHAPE,
-    "lfm2_v2": CHATML_SHAPE,
     "llama3": Shape.of(HEADER_ID, "<|eot_id|>"),
     "llama3_1": Shape.of(HEADER_ID, "<|eot_id|>", "<|eom_id|>"),
     "llama3_2": Shape.of(HEADER_ID, "<|eot_id|>", "<|eom_id|>"),
     "llava_next": Shape(r"\[/INST\]|(?<=</s> )(?=[^\[])", "</s> "),
     "muse_glimmer": Shape.of("<|start|>assistant", "<|eot|>"),
-    "nemotron_3_5_lightning": None,
-    "nemotron_3_nano": None,
-    "nemotron_3_super": None,
-    "nemotron_3_ultra": None,
     "phi3": Shape.of("<|assistant|>\n", "<|end|>\n"),
     "phi3_5": Shape.of("<|assistant|>\n", "<|end|>\n"),
-    "qwen2_5": CHATML_SHAPE,
-    "qwen2_5_vl": CHATML_SHAPE,
-    "qwen3": CHATML_SHAPE,
     "qwen3_5_nothink": Shape.of(
         "<|im_start|>assistant\n", "<|im_end|>\n", opened="<think>\n\n</think>\n\n"
     ),
     "qwen3_5_think": OPENED_SHAPE,
     "qwen3_6": OPENED_SHAPE,
     "qwen3_8": OPENED_SHAPE,
-    "qwen3_instruct_2507": CHATML_SHAPE,
-    "qwen3_vl": CHATML_SHAPE,
     "smolvlm": UTTERANCE,
 }
 # Where trl's form of a template trains more or less, as docs/chat.md says: HEADERS are trained too.

@@ -1,5 +1,7 @@
 """Order and number of samples exactly as in Megatron-LM. Each test names the file there whose rule its numbers follow."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -9,18 +11,24 @@ from fugaku_megatron.comm.grid import Grid
 from fugaku_megatron.config.batches import RampUp, length, requested_samples, run_length
 from fugaku_megatron.config.layout import Layout
 from fugaku_megatron.config.param_schedule import ParamSchedule
+from fugaku_megatron.config.run_config import RunConfig
 from fugaku_megatron.config.sample_rules import Skips, StepSizes
 from fugaku_megatron.config.training import TrainingConfig
 from fugaku_megatron.costs.plan import Plan
 from fugaku_megatron.data.build import Builder, build_datasets, build_separate_datasets
 from fugaku_megatron.data.data_flags import parse_data_path, parse_split, split_documents
-from fugaku_megatron.data.dataset import BlendedDataset
+from fugaku_megatron.data.dataset import BlendedDataset, Dataset
 from fugaku_megatron.run.data import open_data
 from fugaku_megatron.run.sources import Sources
 from tests.checks.corpus import write
 from tests.helpers import SMALL
 
 pytestmark = pytest.mark.unit
+
+
+def data_of(run: RunConfig) -> list[Dataset | None]:
+    """Return a run's data on one rank: of training and of validation."""
+    return open_data(Plan.of(run, 1), Grid(1, 1, 1).groups(SoloComm()), Sources())
 
 
 @pytest.fixture
@@ -158,10 +166,7 @@ def test_validation_samples_of_a_run_that_trains_nothing(skip_train, evaluations
         None,
         {**SMALL, "train_iters": 10, "eval_iters": 4, "eval_interval": 5, "skip_train": skip_train},
     )
-    valid = open_data(
-        Plan(run, Layout.from_run(run, 1)), Grid(1, 1, 1).groups(SoloComm()), Sources()
-    )[1]
-    assert len(valid) == evaluations * 4 * 16
+    assert len(data_of(run)[1]) == evaluations * 4 * 16
 
 
 def test_data_shorter_than_a_sample_repeats(tmp_path):
@@ -183,30 +188,20 @@ def test_data_shorter_than_a_sample_repeats(tmp_path):
 @pytest.mark.parametrize(
     ("documents", "split", "legacy", "core"),
     [
-        (10, "969,30,1", [(0, 10), (10, 10), (10, 10)], [(0, 10), (10, 10), (10, 10)]),
-        (70, "969,30,1", [(0, 68), (68, 70), (70, 70)], [(0, 68), (68, 70), (70, 70)]),
-        (
-            50,
-            "90,5,5",
-            [(0, 46), (46, 48), (48, 50)],
-            [(0, 45), (45, 48), (48, 50)],
-        ),  # 45, 2 and 2: one document is left for train
-        (
-            3,
-            "1,1,0",
-            [(0, 1), (1, 3), (3, 3)],
-            [(0, 2), (2, 3), (3, 3)],
-        ),  # 2 and 2: one too many, taken from train
-        (1, "1,1,1", [(0, 1), (1, 1), (1, 1)], [(0, 0), (0, 1), (1, 1)]),
+        (10, "969,30,1", (10, 10, 10), (10, 10, 10)),
+        (70, "969,30,1", (68, 70, 70), (68, 70, 70)),
+        (50, "90,5,5", (46, 48, 50), (45, 48, 50)),  # 45, 2 and 2: one document is left for train
+        (3, "1,1,0", (1, 3, 3), (2, 3, 3)),  # 2 and 2: one too many, taken from train
+        (1, "1,1,1", (1, 1, 1), (0, 1, 1)),
     ],
 )
 def test_split_of_now_and_before_core_0_5(documents, split, legacy, core):
     """megatron/core/datasets/blended_megatron_dataset_builder.py rounds the borders; megatron/data/dataset_utils.py, which was,
     get_train_valid_test_split_, rounded the shares and moved every border by what was then left or too much."""
     shares = parse_split(split)
-    for expected, old in ((legacy, True), (core, False)):
+    for ends, old in ((legacy, True), (core, False)):
         got = [split_documents(documents, shares, i, old) for i in range(3)]
-        assert [(r.start, r.stop) for r in got] == expected
+        assert got == [range(*borders) for borders in itertools.pairwise((0, *ends))]
 
 
 def test_legacy_split_reaches_the_data(tmp_path):
@@ -264,26 +259,15 @@ def test_a_path_for_each_split(two):
 
 def test_a_run_reads_a_path_for_each_split(two):
     a, b = two
-    words = [
-        "--recipe",
-        "demo",
-        "--vocab-size",
-        "200000",
-        "--seq-length",
-        "8",
-        "--train-iters",
-        "2",
-        "--train-data-path",
-        a,
-        "--legacy-split",
-    ]
+    words = (
+        "--recipe demo --vocab-size 200000 --seq-length 8 --train-iters 2 --legacy-split "
+        f"--train-data-path {a}"
+    ).split()
     arguments = parse([*words, "--valid-data-path", b, "--test-data-path", "x", "y"])
     assert [note.split(":")[0] for note in arguments.notes] == [
         "--test-data-path",
         "--legacy-split has no effect without --data-path",
     ]
-    groups = Grid(1, 1, 1).groups(SoloComm())
-    layout = Layout.from_run(arguments.run, 1)
-    train, valid = open_data(Plan(arguments.run, layout), groups, Sources())
+    train, valid = data_of(arguments.run)
     assert train.indexed.prefix == a and valid.indexed.prefix == b
-    assert open_data(Plan(parse(words).run, layout), groups, Sources())[1] is None
+    assert data_of(parse(words).run)[1] is None

@@ -24,6 +24,7 @@ from fugaku_megatron.run.checkpoint_source import Resume
 from fugaku_megatron.run.data import open_data
 from fugaku_megatron.run.resume import resume_training
 from fugaku_megatron.run.sources import Sources
+from tests.checks.library import FLAGS
 from tests.helpers import find_checkpoint, make_trainer, small_run
 
 pytestmark = pytest.mark.unit
@@ -125,19 +126,8 @@ def test_validation_keeps_its_order_and_the_index_is_cached(tmp_path):
 
 def trained_by(pieces: list[int], documents: list[np.ndarray]) -> list[bytes]:
     """Return the samples of calls of `steps`."""
-    config = fm.Config(
-        num_layers=1,
-        hidden_size=16,
-        num_attention_heads=1,
-        seq_length=LENGTH,
-        vocab_size=int(documents[-1][-1]) + 1,
-        micro_batch_size=4,
-        global_batch_size=4,
-        lr=1e-3,
-        lr_decay_style="constant",
-        eval_iters=0,
-        kernels="native",
-    )
+    changes = {"vocab_size": int(documents[-1][-1]) + 1, "eval_iters": 0}
+    config = fm.Config(**{**FLAGS, **changes}, lr_decay_style="constant")
     trainer = fm.Trainer(config, documents)
     read = []
     for count in pieces:

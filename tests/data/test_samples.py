@@ -5,9 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
-from fugaku_megatron.cli.arguments import make_run
 from fugaku_megatron.comm.agreement import find_nodes
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.batches import RampUp, length
@@ -19,12 +17,7 @@ from fugaku_megatron.data.reader_group import ReaderBatches, ReaderGroup, build_
 from fugaku_megatron.data.sampler import micro_batches
 from fugaku_megatron.run.announce import skip_line
 from fugaku_megatron.run.resume import Resume, resume_training
-from tests.helpers import (
-    SMALL,
-    find_checkpoint,
-    make_trainer,
-    small_run,
-)
+from tests.helpers import find_checkpoint, make_trainer, small_run, train
 from tests.threads import ThreadWorld
 
 pytestmark = pytest.mark.parallel
@@ -119,20 +112,14 @@ def test_samples_and_length_follow_the_definition(ranges, ramp):
         position = batch[-1] + 1
         ends.append(position)
     for iterations, end in enumerate(ends):
-        assert length(TrainingConfig(train_iters=iterations), ramp, skips=skips) == (
-            iterations,
-            end,
-        )
-        assert length(TrainingConfig(train_iters=30), ramp, iterations, end, skips) == (
-            30,
-            ends[-1],
-        ), "resumed"
+        by_iterations = TrainingConfig(train_iters=iterations)
+        assert length(by_iterations, ramp, skips=skips) == (iterations, end)
+        whole = length(TrainingConfig(train_iters=30), ramp, iterations, end, skips)
+        assert whole == (30, ends[-1]), "resumed"
         if end:
             assert length(TrainingConfig(train_samples=end), ramp, skips=skips) == (iterations, end)
-            assert (
-                length(TrainingConfig(train_samples=end - 1), ramp, skips=skips)[0]
-                == iterations - 1
-            ), "whole iterations only"
+            shorter, _ = length(TrainingConfig(train_samples=end - 1), ramp, skips=skips)
+            assert shorter == iterations - 1, "whole iterations only"
 
 
 def test_long_runs_are_not_walked_step_by_step():
@@ -168,43 +155,20 @@ def test_every_layout_takes_the_same_samples(ranges):
 
 
 def test_a_run_of_iterations_over_several_epochs_is_told_of_its_order():
-    epochs = SimpleNamespace(num_epochs=2)
+    once, twice = (SimpleNamespace(num_epochs=count) for count in (1, 2))
     run = small_run(skip_samples=("2:3",))
-    assert skip_line(run, epochs).startswith(
-        "note: --skip-samples lengthens a run of --train-iters"
-    )
-    assert (
-        skip_line(run, SimpleNamespace(num_epochs=1))
-        is skip_line(small_run(), epochs)
-        is skip_line(run, None)
-        is None
-    )
-    assert (
-        skip_line(
-            make_run(
-                None, {**SMALL, "skip_samples": ("2:3",), "train_iters": None, "train_samples": 9}
-            ),
-            epochs,
-        )
-        is None
-    )
+    line = skip_line(run, twice)
+    assert line.startswith("note: --skip-samples lengthens a run of --train-iters")
+    by_samples = small_run(skip_samples=("2:3",), train_iters=None, train_samples=9)
+    for others in ((run, once), (small_run(), twice), (run, None), (by_samples, twice)):
+        assert skip_line(*others) is None
 
 
 DROPOUT = {"num_layers": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 
-def curve(world, iterations: int, **changes) -> tuple[list[float], int]:
-    """Losses of some iterations, and the samples consumed then."""
-    torch.set_num_threads(1)
-    trainer = make_trainer(world, small_run(**DROPOUT, **changes))
-    losses = [trainer.train_step().loss for _ in range(iterations)]
-    trainer.close()
-    return losses, trainer.progress.consumed_samples
-
-
 def test_a_resumed_run_goes_on_with_the_same_bits_and_says_what_changed(tmp_path):
     def start(iterations, **changes):
-        torch.set_num_threads(1)
         run = small_run(**DROPOUT, save=str(tmp_path), load=str(tmp_path), **changes)
         resume = find_checkpoint(run, SoloComm()) if list(tmp_path.iterdir()) else Resume()
         trainer = make_trainer(SoloComm(), run)
@@ -219,7 +183,7 @@ def test_a_resumed_run_goes_on_with_the_same_bits_and_says_what_changed(tmp_path
         return losses, notes
 
     skipped = {"skip_samples": ("20:30", "70:75")}
-    whole, _ = curve(SoloComm(), 6, **skipped)
+    whole = [step.loss for step in train(SoloComm(), small_run(**DROPOUT, **skipped), 6)]
     first, _ = start(3, **skipped)  # up to sample 58
     rest, notes = start(2, **skipped)
     assert first + rest == whole[:5] and notes == []

@@ -24,6 +24,7 @@ from fugaku_megatron.data.unchanged import other_files, records
 from fugaku_megatron.run.loop import Session
 from fugaku_megatron.run.resume import resume_training
 from fugaku_megatron.start.exit_codes import ExitCode
+from tests.checks.library import FLAGS
 from tests.checks.session import Writer
 from tests.helpers import find_checkpoint, make_trainer, one_error, small_run
 
@@ -45,7 +46,7 @@ def cut(path: Path) -> None:
 
 
 def empty(path: Path) -> None:
-    path.write_bytes(b"")
+    os.truncate(path, 0)
 
 
 def overwrite(path: Path) -> None:
@@ -63,16 +64,12 @@ def replace(path: Path) -> None:
     aside.rename(path)
 
 
-def remove(path: Path) -> None:
-    path.unlink()
-
-
 WORDS = {
     cut: "bytes and had",
     empty: "has 0 bytes and had",
     overwrite: "it was written at",
     replace: "replaced by another file",
-    remove: "is not there any more",
+    Path.unlink: "is not there any more",
 }
 
 
@@ -140,10 +137,7 @@ def test_open_files_are_checked_while_they_are_read(tmp_path):
     data = IndexedDataset(write(tmp_path / "d"))
     train = GPTDataset(data, "train", range(DOCUMENTS), 100, DatasetConfig(16, 1))
     assert len(train[0]) == 17
-    content = (tmp_path / "d.bin").read_bytes()
-    (tmp_path / "d.bin").write_bytes(bytes(len(content)))
-    later = (tmp_path / "d.bin").stat().st_mtime_ns + 10**9
-    os.utime(tmp_path / "d.bin", ns=(later, later))
+    overwrite(tmp_path / "d.bin")
     with pytest.raises(ValueError, match=r"d\.bin changed while it was in use: it was written at"):
         for sample in range(RELEASE_EVERY):
             train[sample]
@@ -194,9 +188,9 @@ def test_every_rank_ends_with_the_line_of_the_one_that_reads(tmp_path):
 @pytest.mark.parametrize(
     ("change", "valid_sizes", "flags"),
     [
-        (remove, (), {"save_interval": 2}),
+        (Path.unlink, (), {"save_interval": 2}),
         (replace, (), {"save_interval": 2, "keep_last": 1}),
-        (remove, (20,), {"save_interval": 100, "eval_interval": 3, "eval_iters": 1}),
+        (Path.unlink, (20,), {"save_interval": 100, "eval_interval": 3, "eval_iters": 1}),
         (replace, (), {"save_interval": None, "save": None}),
         (replace, (), {"save_interval": 2, "async_save": True}),
     ],
@@ -227,20 +221,7 @@ def test_a_run_whose_data_changes_ends_and_saves_nothing(tmp_path, change, valid
 
 def test_the_library_saves_and_evaluates_nothing_of_changed_data(tmp_path):
     write(tmp_path / "d")
-    config = fm.Config(
-        num_layers=1,
-        hidden_size=16,
-        num_attention_heads=1,
-        seq_length=16,
-        vocab_size=96,
-        micro_batch_size=4,
-        global_batch_size=4,
-        train_iters=4,
-        lr=1e-3,
-        eval_iters=1,
-        split="80,20,0",
-        kernels="native",
-    )
+    config = fm.Config(**FLAGS, train_iters=4, split="80,20,0")
     trainer = fm.Trainer(config, str(tmp_path / "d"))
     for _ in trainer.steps(2):
         pass
