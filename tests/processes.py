@@ -13,6 +13,13 @@ from tests.mpi import launch
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def write_program(path: Path, text: str) -> Path:
+    """Write a script that can be started."""
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
 def run_python(*words: object, code: int | None = 0, **variables: str) -> launch.Result:
     """Run this environment's Python in the checkout and check the exit code."""
     begin = time.monotonic()

@@ -33,16 +33,10 @@ STATE = {"consumed_samples": 4096, "loss_scale": 65536.0, "lr": 0.1 + 0.2, "name
 def _shards(rank, seed):
     """Return two rows in a matrix, and a flat range in another."""
     whole = torch.randn(8, 6, generator=torch.Generator().manual_seed(seed))
+    start = 12 * rank
     return [
         Shard("w", whole[2 * rank : 2 * rank + 2].bfloat16(), (8, 6), (2 * rank, 0), (2, 6)),
-        Shard(
-            "m",
-            whole.view(-1)[12 * rank : 12 * rank + 12].clone(),
-            (8, 6),
-            (0, 0),
-            (8, 6),
-            12 * rank,
-        ),
+        Shard("m", whole.view(-1)[start : start + 12].clone(), (8, 6), (0, 0), (8, 6), start),
     ]
 
 
@@ -62,6 +56,14 @@ def _save(directory, iteration=100, seed=1, keep=None):
         )
 
     return ThreadWorld(WORLD).run(rank)
+
+
+def _save_failure(directory, shards_of, iteration=100, **state):
+    """Return a failing save's message. shards_of: rank -> shards"""
+    description = Description(iteration, LAYOUT, CONFIG, state)
+    return one_error(
+        WORLD, lambda comm: save_checkpoint(directory, shards_of(comm.rank), comm, description)
+    )
 
 
 def _load(directory, seed=1, **arguments):
@@ -134,13 +136,9 @@ def test_a_save_interrupted_anywhere_leaves_a_whole_checkpoint(tmp_path, monkeyp
     """Stop before each step that changes the directory: the old or the new checkpoint loads."""
 
     def rank(comm, iteration, value):
-        shards = [Shard("w", torch.full((3,), value), (3,), (0,), (3,))]
-        save_checkpoint(
-            tmp_path,
-            shards,
-            comm,
-            Description(iteration, {"world_size": 1}, {}, {"value": value}, 1),
-        )
+        shards = [Shard.whole("w", torch.full((3,), value))]
+        description = Description(iteration, {"world_size": 1}, {}, {"value": value}, 1)
+        save_checkpoint(tmp_path, shards, comm, description)
 
     seen = set()
     for stop_at in range(40):
@@ -158,12 +156,7 @@ def test_a_save_interrupted_anywhere_leaves_a_whole_checkpoint(tmp_path, monkeyp
 def test_a_checkpoint_left_between_two_renames_is_loaded_and_outlives_a_failing_save(tmp_path):
     (_save(tmp_path, seed=9)[0]).rename(tmp_path / "iter_0000100.old")
     assert _load(tmp_path, seed=9)[0] == 100 and list_iterations(tmp_path) == [100]
-    message = one_error(
-        WORLD,
-        lambda comm: save_checkpoint(
-            tmp_path, [], comm, Description(110, LAYOUT, CONFIG, {"x": torch.ones(1)})
-        ),
-    )
+    message = _save_failure(tmp_path, lambda rank: [], 110, x=torch.ones(1))
     assert "TypeError: Object of type Tensor is not JSON serializable" in message
     assert _load(tmp_path, seed=9)[0] == 100
 
@@ -200,13 +193,8 @@ def _interrupted(monkeypatch, stop_at, work):
 
     with monkeypatch.context() as patch:
         steps = [(Path, name) for name in ("mkdir", "rename", "replace")]
-        steps += [
-            (save_module, "write_tensors"),
-            (save_module, "write_text"),
-            (manifest, "write_text"),
-            (shutil, "rmtree"),
-            (os, "fsync"),
-        ]
+        steps += [(save_module, name) for name in ("write_tensors", "write_text")]
+        steps += [(manifest, "write_text"), (shutil, "rmtree"), (os, "fsync")]
         for holder, name in steps:
             patch.setattr(holder, name, guarded(getattr(holder, name)))
         try:
@@ -219,7 +207,7 @@ def _interrupted(monkeypatch, stop_at, work):
 def _whole_value(directory):
     def rank(comm):
         tensor = torch.zeros(3)
-        _, state = load_checkpoint(directory, [Shard("w", tensor, (3,), (0,), (3,))], comm)
+        _, state = load_checkpoint(directory, [Shard.whole("w", tensor)], comm)
         assert tensor.tolist() == [state["value"]] * 3
         return state["value"]
 
@@ -228,15 +216,9 @@ def _whole_value(directory):
 
 def test_a_disk_that_refuses_the_bytes_fails_on_all_ranks_and_loses_nothing(tmp_path):
     _save(tmp_path, 90, seed=9)
-
-    def work(comm):
-        big = [Shard("big", torch.zeros(1 << 16), (1 << 16,), (0,), (1 << 16,))]
-        save_checkpoint(
-            tmp_path, big if comm.rank == 2 else [], comm, Description(100, LAYOUT, CONFIG, STATE)
-        )
-
+    big = [Shard.whole("big", torch.zeros(1 << 16))]
     with largest_file(1 << 16):
-        message = one_error(WORLD, work)
+        message = _save_failure(tmp_path, lambda rank: big if rank == 2 else [])
     assert message.startswith(f"--save {tmp_path}: iteration 100 is not saved: rank 2: ")
     assert "iter_0000100.tmp/rank_00002.safetensors" in message and "File too large" in message
     assert _load(tmp_path, seed=9)[0] == 90
@@ -244,25 +226,18 @@ def test_a_disk_that_refuses_the_bytes_fails_on_all_ranks_and_loses_nothing(tmp_
 
 
 def test_a_shard_given_by_two_ranks_is_refused(tmp_path):
-    shard = Shard("w", torch.ones(2), (2,), (0,), (2,))
-    message = one_error(
-        WORLD, lambda comm: save_checkpoint(tmp_path, [shard], comm, Description(1, LAYOUT, {}, {}))
-    )
-    assert (
-        "w is saved by two ranks, in rank_00000.safetensors and rank_00001.safetensors" in message
-    )
+    message = _save_failure(tmp_path, lambda rank: [Shard.whole("w", torch.ones(2))])
+    said = "w is saved by two ranks, in rank_00000.safetensors and rank_00001.safetensors"
+    assert said in message
 
 
 def test_a_foreign_directory_of_the_same_name_is_not_replaced(tmp_path):
     foreign = tmp_path / "iter_0000100" / "mp_rank_00" / "model_optim_rng.pt"
     foreign.parent.mkdir(parents=True)
     foreign.write_bytes(b"precious")
-    message = one_error(
-        WORLD, lambda comm: save_checkpoint(tmp_path, [], comm, Description(100, LAYOUT, {}, {}))
-    )
-    assert (
-        "iter_0000100 exists and is not a whole checkpoint" in message and "move it away" in message
-    )
+    message = _save_failure(tmp_path, lambda rank: [])
+    assert "iter_0000100 exists and is not a whole checkpoint" in message
+    assert "move it away" in message
     assert foreign.read_bytes() == b"precious"
 
 

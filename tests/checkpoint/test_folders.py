@@ -48,7 +48,7 @@ def shards(rank, values=None):
     parts = [Shard("w", own, (2 * RANKS,), (0,), (2 * RANKS,), 2 * rank)]
     if rank == 4:
         scalar = torch.full((1,), 7.0 if values is None else values)
-        parts.append(Shard("s", scalar, (1,), (0,), (1,)))
+        parts.append(Shard.whole("s", scalar))
     return parts
 
 
@@ -185,17 +185,14 @@ class Realistic(SoloComm):
 
 def big_shards():
     """Return one rank's shards in the 30B model: a layer's twelve parameters, master weight and two moments each."""
+    modules = (
+        "input_layernorm self_attention.linear_qkv self_attention.linear_proj "
+        "pre_mlp_layernorm mlp.linear_fc1 mlp.linear_fc2"
+    ).split()
     names = [
         f"{kind}/decoder.layers.17.{name}.{part}"
         for kind in ("weight", "exp_avg", "exp_avg_sq")
-        for name in (
-            "input_layernorm",
-            "self_attention.linear_qkv",
-            "self_attention.linear_proj",
-            "pre_mlp_layernorm",
-            "mlp.linear_fc1",
-            "mlp.linear_fc2",
-        )
+        for name in modules
         for part in ("weight", "bias")
     ]
     return [Shard(name, torch.ones(1), (28_672, 7168), (7168, 0), (7168, 7168)) for name in names]

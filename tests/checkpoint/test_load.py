@@ -31,7 +31,7 @@ def stored(directory, ranks: int = 1) -> torch.Tensor:
         part = whole.chunk(ranks)[comm.rank]
         shards = [
             Shard("matrix", part, (ROWS, COLUMNS), (comm.rank * len(part), 0), tuple(part.shape)),
-            Shard(f"vector {comm.rank}", torch.ones(7), (7,), (0,), (7,)),
+            Shard.whole(f"vector {comm.rank}", torch.ones(7)),
         ]
         save_checkpoint(directory, shards, comm, Description(1, {}, {}, {}))
 
@@ -88,7 +88,7 @@ def test_a_rank_opens_only_files_that_hold_what_it_needs(tmp_path, monkeypatch):
     assert opened == ["rank_00000.safetensors", "rank_00001.safetensors"]
     for name in ("rank_00002.safetensors", "rank_00003.safetensors"):
         os.truncate(tmp_path / "iter_0000001" / name, 10)
-    read(tmp_path, Shard("vector 1", torch.zeros(7), (7,), (0,), (7,)))
+    read(tmp_path, Shard.whole("vector 1", torch.zeros(7)))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_rank_opens_only_files_that_hold_what_it_needs(tmp_path, monkeypatch):
     ],
 )
 def test_what_does_not_fit_is_named_with_both_sides(changes, problem, tmp_path):
-    shard = Shard("w", torch.ones(8, 6), (8, 6), (0, 0), (8, 6))
+    shard = Shard.whole("w", torch.ones(8, 6))
     save_checkpoint(tmp_path, [shard], SoloComm(), Description(1, {}, {}, {}))
     with pytest.raises(ValueError, match=problem):
         load_checkpoint(tmp_path, [replace(shard, **changes)], SoloComm())
@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_named_with_both_sides(changes, problem, tmp_path):
 def test_a_gap_is_named_and_nothing_is_copied(tmp_path):
     half = Shard("w", torch.ones(4, 6), (8, 6), (4, 0), (4, 6))
     save_checkpoint(tmp_path, [half], SoloComm(), Description(1, {}, {}, {}))
-    whole = Shard("w", torch.zeros(8, 6), (8, 6), (0, 0), (8, 6))
+    whole = Shard.whole("w", torch.zeros(8, 6))
     with pytest.raises(
         ValueError, match=r"hold 24 of the 48 elements \[0, 48\) of the slice \[8, 6\] at \[0, 0\]"
     ):
@@ -166,15 +166,11 @@ def load(directory, target, padded=()):
     load_weights(directory, 1, read_manifest(directory, 1), [target], SoloComm(), padded)
 
 
-def whole_target(shape, dtype=torch.float32):
-    return Shard(KEY, torch.zeros(shape, dtype=dtype), shape, (0,) * len(shape), shape)
-
-
 @pytest.mark.parametrize(("rows", "columns", "ranges"), [(1, 1, 1), (2, 1, 3), (2, 2, 2)])
 def test_any_pieces_make_the_whole_and_any_part_of_it(tmp_path, rows, columns, ranges):
     whole = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
     save(tmp_path, pieces(whole, rows, columns, ranges, random.Random(0)))
-    target = whole_target((6, 8))
+    target = Shard.whole(KEY, torch.zeros(6, 8))
     load(tmp_path, target)
     assert torch.equal(target.tensor, whole)
     part = Shard(KEY, torch.zeros(3, 5, dtype=torch.bfloat16), (6, 8), (2, 1), (3, 5))
@@ -186,7 +182,7 @@ def test_any_pieces_make_the_whole_and_any_part_of_it(tmp_path, rows, columns, r
 def test_padded_rows(tmp_path, rows):
     whole = torch.randn(6, 4)
     save(tmp_path, pieces(whole, 2, 1, 2, random.Random(1)))
-    target = whole_target((rows, 4))
+    target = Shard.whole(KEY, torch.zeros(rows, 4))
     with pytest.raises(ValueError, match=r"weight/w: global shape is \[6, 4\] in .*iter_0000001, "):
         load(tmp_path, target)
     load(tmp_path, target, padded=("w",))

@@ -41,12 +41,19 @@ GROUPS = {
 }
 
 
+def copied(root, name, *iterations):
+    """Copy the states of these iterations; return the cluster and its sizes."""
+    places, group, sizes = GROUPS[name]
+    cluster = Cluster(root, places)
+    copy(cluster, sizes, group, *iterations)
+    return cluster, sizes
+
+
 @pytest.mark.parametrize("name", GROUPS)
 def test_any_lost_node_is_computed(tmp_path, name):
-    places, group, sizes = GROUPS[name]
+    places, _, _ = GROUPS[name]
     for lost in sorted(set(places)):
-        cluster = Cluster(tmp_path, places)
-        copy(cluster, sizes, group, 3, 5)
+        cluster, sizes = copied(tmp_path, name, 3, 5)
         cluster.lose(lost)
         found = find(cluster)
         ranks = [rank for rank, place in enumerate(places) if place == lost]
@@ -58,18 +65,14 @@ def test_any_lost_node_is_computed(tmp_path, name):
 
 
 def test_a_node_of_each_pair_may_be_lost(tmp_path):
-    places, group, sizes = GROUPS["two pairs"]
-    cluster = Cluster(tmp_path, places)
-    copy(cluster, sizes, group, 5)
+    cluster, sizes = copied(tmp_path, "two pairs", 5)
     cluster.lose("b", "c")
     assert find(cluster)[0].lost == [1, 2]
     check_states(cluster, sizes, 5)
 
 
 def test_two_lost_partners_are_said(tmp_path):
-    places, group, sizes = GROUPS["two pairs"]
-    cluster = Cluster(tmp_path, places)
-    copy(cluster, sizes, group, 5)
+    cluster, _ = copied(tmp_path, "two pairs", 5)
     cluster.lose("a", "b")
     for found in find(cluster):
         assert found.iteration == 0
@@ -80,8 +83,7 @@ def test_two_lost_partners_are_said(tmp_path):
 
 def test_a_spare_node_takes_the_place_of_any(tmp_path):
     """The order of nodes changes: the first is lost, so every rank begins on another node."""
-    places, group, sizes = GROUPS["three"]
-    copy(Cluster(tmp_path, places), sizes, group, 5)
+    _, sizes = copied(tmp_path, "three", 5)
     shutil.rmtree(tmp_path / "a")
     cluster = Cluster(tmp_path, ["b", "b", "c", "c", "d", "d"])
     found = find(cluster)[0]
@@ -93,9 +95,7 @@ def test_a_spare_node_takes_the_place_of_any(tmp_path):
 
 
 def test_a_damaged_copy_counts_as_lost(tmp_path):
-    places, group, sizes = GROUPS["partners"]
-    cluster = Cluster(tmp_path, places)
-    copy(cluster, sizes, group, 3, 5)
+    cluster, sizes = copied(tmp_path, "partners", 3, 5)
     path = cluster.folder(2) / "rank_00002" / "iter_0000005"
     flip_file_bit(path / file_name(2))
     found = find(cluster)[0]
@@ -104,9 +104,7 @@ def test_a_damaged_copy_counts_as_lost(tmp_path):
 
 
 def test_an_older_copy_is_used_if_the_newest_is_not_complete(tmp_path):
-    places, group, sizes = GROUPS["partners"]
-    cluster = Cluster(tmp_path, places)
-    copy(cluster, sizes, group, 3, 5)
+    cluster, sizes = copied(tmp_path, "partners", 3, 5)
     for rank in (0, 2):
         path = cluster.folder(rank) / f"rank_{rank:05d}" / "iter_0000005"
         path.rename(path.with_name("12345678.iter_0000005.tmp"))
@@ -117,28 +115,24 @@ def test_an_older_copy_is_used_if_the_newest_is_not_complete(tmp_path):
 
 
 def test_a_state_without_parity_protects_no_other(tmp_path):
-    places, group, sizes = GROUPS["two pairs"]
-    cluster = Cluster(tmp_path, places)
-    copy(cluster, sizes, group, 5)
+    cluster, _ = copied(tmp_path, "two pairs", 5)
     cluster.lose("b")
     assert find(cluster)[0].lost == [1]
     assert not (cluster.folder(1) / "rank_00001" / "iter_0000005" / PARITY).exists()
     cluster.lose("a")
     assert find(cluster)[0].iteration == 0
-    copy(cluster, sizes, group, 7)
+    copied(tmp_path, "two pairs", 7)
     cluster.lose("a")
     assert find(cluster)[0].lost == [0]
 
 
 def test_copies_of_two_starts_are_not_mixed(tmp_path):
     """Both have iteration 5, and each lacks a pair."""
-    places, group, sizes = GROUPS["two pairs"]
-    cluster = Cluster(tmp_path, places)
-    copy(cluster, sizes, group, 5)
+    cluster, _ = copied(tmp_path, "two pairs", 5)
     for rank in (2, 3):
         shutil.move(cluster.folder(rank), tmp_path / f"kept{rank}")
     cluster.lose("a", "b")
-    copy(cluster, sizes, group, 5)
+    copied(tmp_path, "two pairs", 5)
     for rank in (2, 3):
         shutil.rmtree(cluster.folder(rank))
         shutil.move(tmp_path / f"kept{rank}", cluster.folder(rank))

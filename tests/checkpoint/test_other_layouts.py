@@ -96,11 +96,10 @@ def everything(trainer: Trainer) -> dict[str, torch.Tensor]:
         part for rank in trainer.world.all_gather_object(pieces) for part in rank
     ):
         target = whole.setdefault(key, torch.full(shape, torch.nan))
-        part = target[
-            tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape))
-        ].contiguous()
+        place = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape))
+        part = target[place].contiguous()
         part.view(-1)[piece.start : piece.start + piece.numel] = tensor.view(-1)
-        target[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape))] = part
+        target[place] = part
     return whole
 
 

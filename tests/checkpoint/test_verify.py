@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 import torch
@@ -23,24 +24,18 @@ RANKS, NUMEL = 3, 700_000  # 2.7 MiB: three blocks
 
 
 def save(directory, iteration=10, leave_out=None):
+    whole = (RANKS * NUMEL,)
+
     def rank(comm):
         shards = [
             Shard(
-                "w",
-                torch.full((NUMEL,), 1.0 + comm.rank),
-                (RANKS * NUMEL,),
-                (0,),
-                (RANKS * NUMEL,),
-                comm.rank * NUMEL,
+                "w", torch.full((NUMEL,), 1.0 + comm.rank), whole, (0,), whole, comm.rank * NUMEL
             ),
-            Shard(f"b{comm.rank}", torch.ones(3), (3,), (0,), (3,)),
+            Shard.whole(f"b{comm.rank}", torch.ones(3)),
         ]
-        save_checkpoint(
-            directory,
-            [] if comm.rank == leave_out else shards,
-            comm,
-            Description(iteration, {}, {}, {}),
-        )
+        if comm.rank == leave_out:
+            shards = []
+        save_checkpoint(directory, shards, comm, Description(iteration, {}, {}, {}))
 
     ThreadWorld(RANKS).run(rank)
     return directory / f"iter_{iteration:07d}"
@@ -196,14 +191,6 @@ def test_nothing_to_check_is_a_mistake_of_the_call(name, message, tmp_path, caps
     save(tmp_path / "save")
     code, lines, error = check(tmp_path / name, capsys)
     assert code == 2 and lines == [] and error.count("\n") == 1
-    with pytest.raises(ValueError, match=message):
-        verify.main(
-            type(
-                "Options", (), {"directory": str(tmp_path / name), "ckpt_step": None, "threads": 1}
-            )
-        )
-    assert (
-        check(tmp_path / "save", capsys, "--ckpt-step", "11")[0]
-        == check(tmp_path / "save", capsys, "--threads", "0")[0]
-        == 2
-    )
+    assert re.search(message, error)
+    for words in (("--ckpt-step", "11"), ("--threads", "0")):
+        assert check(tmp_path / "save", capsys, *words)[0] == 2

@@ -21,6 +21,7 @@ from tests.helpers import small_run
 pytestmark = pytest.mark.unit
 
 PJSUB = Path(__file__).resolve().parents[2] / "scripts" / "pjsub"
+RUN_124M = (PJSUB / "run_124m.sh").read_text()
 HELD = (
     "--pipeline-schedule 1f1b --micro-batch-size 1 --recompute-granularity full --zero-stage 1 --ranks-per-node 2 "
     "--tensor-model-parallel-size 8"
@@ -39,6 +40,11 @@ JOBS = {
 }
 
 
+def problems_of(text, group="hp1"):
+    """Return what check finds without a look at files."""
+    return check.problems(text, group=group, files=False)
+
+
 @pytest.fixture(scope="module")
 def scripts():
     return {
@@ -49,7 +55,7 @@ def scripts():
 
 @pytest.mark.parametrize("name", JOBS)
 def test_what_is_rendered_passes(name, scripts):
-    assert check.problems(scripts[name], files=False) == []
+    assert problems_of(scripts[name]) == []
 
 
 def test_a_layout_is_checked_before_the_run(scripts):
@@ -94,7 +100,7 @@ def test_memory_has_the_buffers_of_the_nodes_threads(scripts, monkeypatch):
     """A rank of an A64FX node with 48 cores needs more than a rank of the fitted parameters alone."""
 
     def needed() -> int:
-        (problem,) = check.problems(scripts["small"], files=False)
+        (problem,) = problems_of(scripts["small"])
         return int(re.search(r"the fullest rank needs (\d+) MiB", problem.text)[1])
 
     monkeypatch.setattr(System, "limit_mib", property(lambda system: 1.0))
@@ -104,14 +110,12 @@ def test_memory_has_the_buffers_of_the_nodes_threads(scripts, monkeypatch):
 
 
 def test_the_common_part_is_checked_as_if_it_stood_on_the_line_that_reads_it():
-    text = (PJSUB / "run_124m.sh").read_text()
+    text = RUN_124M
     line = 1 + next(i for i, line in enumerate(text.splitlines()) if line.startswith('. "${COMMON'))
-    assert check.problems(text, group="hp1", files=False) == []
-    outside = check.problems(
-        text.replace("NAME=", "SAVE=/vol0009/a\nNAME="), group="hp1", files=False
-    )
+    assert problems_of(text) == []
+    outside = problems_of(text.replace("NAME=", "SAVE=/vol0009/a\nNAME="))
     assert ["SAVE=/vol0009/a is on /vol0009" in p.text for p in outside] == [True]
-    unused = check.problems(text.replace("\nNODES=256\n", "\n\n"), group="hp1", files=False)
+    unused = problems_of(text.replace("\nNODES=256\n", "\n\n"))
     assert [(p.line, p.text) for p in unused] == [
         (line, "NODES is used but not set: write NODES=256")
     ]
@@ -120,7 +124,7 @@ def test_the_common_part_is_checked_as_if_it_stood_on_the_line_that_reads_it():
 def test_a_folder_from_which_the_job_would_not_find_the_common_part_is_a_problem(
     tmp_path, monkeypatch
 ):
-    text = (PJSUB / "run_124m.sh").read_text()
+    text = RUN_124M
     checkout = PJSUB.parents[1]
     own = tmp_path / "fugaku_megatron.tar"
     own.touch()
@@ -147,7 +151,7 @@ def test_a_group_and_variables_given_to_pjsub_are_those_that_are_checked(
 ):
     text = scripts["small"].replace("#PJM -g hp000000\n", "")
     assert ["no group" in p.text for p in check.problems(text, files=False)] == [True]
-    assert check.problems(text, group="hp1", files=False) == []
+    assert problems_of(text) == []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PWD", str(tmp_path))
     assert any("build.sh" in p.text for p in check.problems(text, group="hp1"))
@@ -203,7 +207,7 @@ def test_what_is_preloaded_must_be_there(scripts, tmp_path):
     ]
     compared = (PJSUB / "compare_tcmalloc.sh").read_text()
     assert any("TCMALLOC is not set" in p.text for p in check.problems(compared, group="hp1"))
-    assert check.problems(compared, group="hp1", files=False) == []
+    assert problems_of(compared) == []
 
 
 def test_options_given_to_pjsub_replace_directives():
@@ -238,23 +242,20 @@ def test_options_given_to_pjsub_replace_directives():
     )
 
 
-RUN_124M = (Path(__file__).resolve().parents[2] / "scripts" / "pjsub" / "run_124m.sh").read_text()
-
-
 @pytest.mark.parametrize(
     "node", ["999999x9x9", "999999999", "9x999999999x9:torus", "9" * 5000, "48x69x50:torus"]
 )
 def test_more_nodes_than_the_machine_has_are_a_problem_of_their_line(node):
     line = next(line for line in RUN_124M.splitlines() if "node=" in line)
     text = RUN_124M.replace(line, f'#PJM -L "node={node}"')
-    problem = check.problems(text, "g", files=False)[0]
+    problem = problems_of(text)[0]
     assert RUN_124M.splitlines()[problem.line - 1] == line and f"node={node}" in problem.text
     assert "the whole machine" in problem.text or "write a number" in problem.text
 
 
 @pytest.mark.parametrize("group", ["a'b", 'a"b', "a;b", "$(ls)", "a b"])
 def test_a_group_that_a_shell_would_split_is_a_problem(group):
-    assert "is not a valid name" in check.problems(RUN_124M, group, files=False)[0].text
+    assert "is not a valid name" in problems_of(RUN_124M, group)[0].text
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from tests.mpi import launch
 from tests.mpi.kills import holding, kill_held
 from tests.mpi.launch import words
 from tests.mpi.pretraining import MODEL, losses, pretrain
+from tests.processes import write_program
 
 pytestmark = pytest.mark.system
 
@@ -117,9 +118,7 @@ def test_a_job_first_checks_its_layout_if_asked(code, restarts, tmp_path):
         "python": f'echo "started $*" >> {log}',
     }
     for name, text in commands.items():
-        command = tmp_path / name
-        command.write_text(f"#!/bin/bash\n{text}\n")
-        command.chmod(0o755)
+        write_program(tmp_path / name, f"#!/bin/bash\n{text}\n")
     environment = {
         **os.environ,
         "PATH": f"{tmp_path}:{os.environ['PATH']}",

@@ -18,7 +18,7 @@ from fugaku_megatron.jobs.limits import MARGIN
 from fugaku_megatron.planner import search
 from fugaku_megatron.planner.system import start_up
 from tests.helpers import check_scripts
-from tests.processes import ROOT, run_python
+from tests.processes import ROOT, run_python, write_program
 
 pytestmark = pytest.mark.system
 
@@ -230,8 +230,7 @@ def test_the_archive_holds_the_tokenizer_and_no_weights(model, tmp_path):
     for folder in (tree / "data", python.parent, tmp_path / "llama"):
         folder.mkdir(parents=True)
     (tree / "app").symlink_to(ROOT)
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
+    write_program(python, f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     data = {"d.bin", "d.idx", "d.tokenizer.json"}
     llama = {"llama/tokenizer.json", "llama/config.json"}
     for name in (*data, *llama, "llama/model.safetensors", "pieces.model", "v.json", "m.txt"):
@@ -287,38 +286,15 @@ def test_every_power_state_is_said(name, command):
     assert f"--cpu-frequency {mode.ghz:.1f}" in text
 
 
-def test_submit_calls_pjsub_and_chains_steps(tmp_path, monkeypatch, command):
-    said = tmp_path / "said"
-    (tmp_path / "pjsub").write_text(
-        f'#!/bin/sh\necho "$@" >> {said}\necho "[INFO] PJM 0000 pjsub Job 4711_1 submitted."\n'
-    )
-    (tmp_path / "pjsub").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    submit = f"job submit {FOLDER}/resume.sh --no-files"
-    file = FOLDER / "resume.sh"
-    command(submit, code=2)
-    assert not said.exists(), "no group"
-    command(submit, "-g hp1 --steps 3")
-    command(submit, "-g hp1 -- -x SAVE=/vol0004/a")
-    lines = said.read_text().splitlines()
-    assert lines[0] == f"-g hp1 --step --sparam jnam=resume,sn=1 {file}"
-    assert lines[2] == f"-g hp1 --step --sparam jid=4711,sn=3,sd=ec!=0:all:2 {file}"
-    assert lines[3] == f"-g hp1 -x SAVE=/vol0004/a {file}"
-    refused = command(submit, "-g hp1 -- -L freq=2200", code=2).stderr
-    assert f"{file}, options of pjsub: " in refused and "since April 2025" in refused
-    assert "other.sh" in command(submit, "-g hp1 -- -x A=b other.sh", code=2).stderr
-    assert said.read_text().splitlines() == lines and len(lines) == 4
-
-
 @pytest.fixture
 def pjsub(tmp_path, monkeypatch):
     """Installs a pjsub with an exit code and a reply for each call; returns the file of its arguments."""
     said = tmp_path / "said"
-    (tmp_path / "pjsub").write_text(
+    write_program(
+        tmp_path / "pjsub",
         f'#!/bin/sh\necho "$@" >> {said}\ncall=$(grep -c . {said})\n'
-        f"cat {tmp_path}/reply$call\nexit $(cat {tmp_path}/code$call)\n"
+        f"cat {tmp_path}/reply$call\nexit $(cat {tmp_path}/code$call)\n",
     )
-    (tmp_path / "pjsub").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
     def install(*replies: tuple[int, bytes]):
@@ -331,6 +307,26 @@ def pjsub(tmp_path, monkeypatch):
 
 
 QUEUED = b"[INFO] PJM 0000 pjsub Job 777_0 submitted.\n"
+
+
+def test_submit_calls_pjsub_and_chains_steps(pjsub, command):
+    said = pjsub(*[(0, QUEUED)] * 4)
+    submit = f"job submit {FOLDER}/resume.sh --no-files"
+    file = FOLDER / "resume.sh"
+    command(submit, code=2)
+    assert not said.exists(), "no group"
+    command(submit, "-g hp1 --steps 3")
+    command(submit, "-g hp1 -- -x SAVE=/vol0004/a")
+    lines = said.read_text().splitlines()
+    assert lines[0] == f"-g hp1 --step --sparam jnam=resume,sn=1 {file}"
+    assert lines[2] == f"-g hp1 --step --sparam jid=777,sn=3,sd=ec!=0:all:2 {file}"
+    assert lines[3] == f"-g hp1 -x SAVE=/vol0004/a {file}"
+    refused = command(submit, "-g hp1 -- -L freq=2200", code=2).stderr
+    assert f"{file}, options of pjsub: " in refused and "since April 2025" in refused
+    assert "other.sh" in command(submit, "-g hp1 -- -x A=b other.sh", code=2).stderr
+    assert said.read_text().splitlines() == lines and len(lines) == 4
+
+
 PAGE = b"<html>503 Service Unavailable, Job 99 of the queue was submitted by nobody</html>\n"
 
 
@@ -455,14 +451,13 @@ def test_a_job_whose_layout_differs_does_not_train(code, tmp_path):
     commands = tmp_path / "fugaku_megatron" / "bin"
     commands.mkdir(parents=True)
     for name in ("mpiexec", "llio_transfer", "python3"):
-        command = commands / name
-        command.write_text(
+        write_program(
+            commands / name,
             "#!/bin/bash\n"
             "words=$*\n"
             f"echo \"{name} ${{words//$'\\n'/ }}\" >> {log}\n"
-            f"[[ $* != *--check-layout ]] || exit {code}\n"
+            f"[[ $* != *--check-layout ]] || exit {code}\n",
         )
-        command.chmod(0o755)
     environment = {
         **os.environ,
         "PATH": f"{commands}:{os.environ['PATH']}",

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from fugaku_megatron.cli import program
-from fugaku_megatron.host import cgroup
 from fugaku_megatron.jobs import supervise
 from fugaku_megatron.jobs.child import ending as ending_of
 from fugaku_megatron.jobs.supervise import FRUITLESS, read_hosts
 from fugaku_megatron.observe.export.hours import HOURS, append, read_hours
 from fugaku_megatron.start.exit_codes import ExitCode
-from tests.processes import ROOT, run_python
+from tests.checks.control_group import make_control_group
+from tests.processes import ROOT, run_python, write_program
 from tests.time_limit import time_limit
 
 pytestmark = pytest.mark.system
@@ -103,10 +103,7 @@ def test_signals_of_several_ranks_are_not_read_as_another_one():
     ],
 )
 def test_an_out_of_memory_kill_is_named(line, folder, file, text, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(cgroup, "PROC", tmp_path / "cgroup")
-    monkeypatch.setattr(cgroup, "ROOT", tmp_path)
-    (tmp_path / "cgroup").write_text(line + "\n")
-    (tmp_path / folder).mkdir(parents=True)
+    make_control_group(monkeypatch, tmp_path, line, folder)
     events = tmp_path / folder / file
     events.write_text(text.format(1))
     job = Job(tmp_path, capfd, "137 1 killed", "137 2 killed", "0 3 end")
@@ -196,9 +193,7 @@ class Job:
     def __init__(self, folder: Path, capfd, *plan: str):
         self.folder = folder
         self.capfd = capfd
-        self.launch = folder / "launch"
-        self.launch.write_text(STANDS_FOR_A_LAUNCHER)
-        self.launch.chmod(0o755)
+        self.launch = write_program(folder / "launch", STANDS_FOR_A_LAUNCHER)
         (folder / "plan").write_text("\n".join(plan) + "\n")
         (folder / "down").touch()
 
@@ -272,54 +267,52 @@ def test_what_would_end_alike_is_not_started_again(planned, code):
     assert job.end()[0] == code and len(job.calls()) == 1
 
 
-def test_restarts_that_gain_nothing_end(planned):
+@pytest.mark.parametrize("flags", ["", "--save-memory 2"])
+def test_restarts_that_gain_nothing_end(planned, flags):
     job = planned("5 4", *["5 0"] * 9)
-    code, said = job.end("--max-restarts 9")
+    code, said = job.end("--max-restarts 9", train=flags)
     assert code == ExitCode.LOST_RANK and len(job.calls()) == 2 + FRUITLESS
     assert said[-1] == f"{FRUITLESS} restarts in a row made no new checkpoint; exit code 5"
 
 
-def test_a_start_without_a_second_copy_in_memory_gains_nothing(planned):
-    job = planned("5 4", *["5 0"] * 9)
-    code, said = job.end("--max-restarts 9", train="--save-memory 2")
-    assert code == ExitCode.LOST_RANK and len(job.calls()) == 2 + FRUITLESS
-    assert said[-1] == f"{FRUITLESS} restarts in a row made no new checkpoint; exit code 5"
+@pytest.fixture
+def record_start(tmp_path, monkeypatch):
+    """Return a function whose argument appends the lines of a start to the record of hours, each time that one ends."""
+    hours = tmp_path / "save" / HOURS
+    hours.parent.mkdir()
+    hours.touch()
+    waiting = supervise.Launcher.wait
+
+    def use(append_lines):
+        def wait(launcher):
+            append_lines(hours, len(read_hours(hours)))
+            return waiting(launcher)
+
+        monkeypatch.setattr(supervise.Launcher, "wait", wait)
+
+    return use
 
 
 @pytest.mark.parametrize(("copies", "calls"), [(1, 1 + FRUITLESS), (2, 6)])
-def test_starts_that_make_two_copies_in_memory_gain_something(
-    planned, tmp_path, monkeypatch, copies, calls
-):
+def test_starts_that_make_two_copies_in_memory_gain_something(planned, record_start, copies, calls):
     """Every start begins anew, because its node takes the copies with it; the last copy of a start may be incomplete."""
-    hours = tmp_path / "save" / HOURS
-    hours.parent.mkdir()
-    hours.touch()
-    waiting = supervise.Launcher.wait
 
-    def wait(launcher):
-        append(hours, event="start", begun=len(read_hours(hours)), iteration=0)
+    def lines(hours, before):
+        append(hours, event="start", begun=before, iteration=0)
         append(hours, event="iterations", iteration=7, copies=copies)
-        return waiting(launcher)
 
-    monkeypatch.setattr(supervise.Launcher, "wait", wait)
+    record_start(lines)
     job = planned(*["5 0"] * 5, "0 9")
-    code, _ = job.end("--max-restarts 9", train="--save-memory 2")
+    code, said = job.end("--max-restarts 9", train="--save-memory 2")
     assert len(job.calls()) == calls
     assert code == (0 if copies == 2 else ExitCode.LOST_RANK)
+    fruitless = f"{FRUITLESS} restarts in a row made no new checkpoint; exit code 5"
+    assert (said[-1] == fruitless) == (copies < 2)
 
 
-def test_starts_from_newer_copies_in_memory_gain_something(planned, tmp_path, monkeypatch):
+def test_starts_from_newer_copies_in_memory_gain_something(planned, record_start):
     """Each start continues where the one before had its last copy, and none saves."""
-    hours = tmp_path / "save" / HOURS
-    hours.parent.mkdir()
-    hours.touch()
-    waiting = supervise.Launcher.wait
-
-    def wait(launcher):
-        append(hours, event="start", begun=0, iteration=10 * len(read_hours(hours)))
-        return waiting(launcher)
-
-    monkeypatch.setattr(supervise.Launcher, "wait", wait)
+    record_start(lambda hours, before: append(hours, event="start", begun=0, iteration=10 * before))
     job = planned(*["5 0"] * 5, "0 9")
     code, said = job.end("--max-restarts 9", train="--save-memory 2")
     assert code == 0 and len(job.calls()) == 6

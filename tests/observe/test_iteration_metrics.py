@@ -5,8 +5,6 @@ import errno
 import io
 import math
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -22,6 +20,7 @@ from fugaku_megatron.observe.log.iteration_metrics import (
     parse_log,
 )
 from tests.helpers import A100, small_run
+from tests.processes import run_python
 
 pytestmark = pytest.mark.unit
 
@@ -256,10 +255,7 @@ def test_peak_memory_grows_with_what_the_process_held():
         "from fugaku_megatron.host.allocator import peak_memory_mib as peak; before = peak();"
         "x = bytearray(b'x' * (96 << 20)); print(peak() - before)"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert 90 < float(result.stdout) < 200
+    assert 90 < float(run_python("-c", code).stdout) < 200
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from fugaku_megatron.costs import memory
 from fugaku_megatron.costs.attention import attention_workspace_bytes
 from fugaku_megatron.costs.plan import Plan
 from fugaku_megatron.data.dataset import MockDataset
-from fugaku_megatron.host import cgroup
 from fugaku_megatron.host.allocator import free_bytes, node_bytes, usage
 from fugaku_megatron.observe.resources import memory_watch as memory_module
 from fugaku_megatron.observe.resources.memory_watch import (
@@ -28,6 +27,7 @@ from fugaku_megatron.observe.resources.memory_watch import (
 )
 from fugaku_megatron.run import announce
 from fugaku_megatron.run.dry_run import plan_stage
+from tests.checks.control_group import make_control_group
 from tests.helpers import small_run
 from tests.threads import ThreadWorld
 
@@ -223,10 +223,7 @@ def test_usage(tmp_path):
 def test_the_limit_of_a_job(tmp_path, monkeypatch, line, folder, files):
     machine = SimpleNamespace(available=10**9, total=2 * 10**9)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
-    monkeypatch.setattr(cgroup, "PROC", tmp_path / "cgroup")
-    monkeypatch.setattr(cgroup, "ROOT", tmp_path)
-    (tmp_path / "cgroup").write_text(line + "\n")
-    (tmp_path / folder).mkdir(parents=True)
+    make_control_group(monkeypatch, tmp_path, line, folder)
     assert free_bytes() == machine.available
     assert node_bytes() == machine.total
     for name, text in files.items():

@@ -194,32 +194,10 @@ def test_a_process_of_its_own_draws_the_same(tmp_path, capfd, monkeypatch):
     assert "other.png: not drawn" in capfd.readouterr().out
 
 
-def drawn(name: str, chunks: int) -> tuple:
-    """Return the axes of a plot without a file, its spans, and its legend."""
-    schedule = build(name, 3, chunks, 4)
-    walked = spans(schedule, Costs.alike(schedule, transfer=0.1))
-    axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
-    kinds = schedule_plot._bars(axes, walked, 3)
-    return axes, walked, list(kinds)
-
-
-def bars(axes, colour) -> set[tuple[float, float, int]]:
-    """Return (left, right, stage) of a colour's bars, rounded to a millionth."""
-    from matplotlib.colors import to_rgb
-
-    found = [p for p in axes.patches if p.get_facecolor()[:3] == pytest.approx(to_rgb(colour))]
-    return {
-        (
-            round(p.get_x(), 6),
-            round(p.get_x() + p.get_width(), 6),
-            round(p.get_y() + p.get_height() / 2),
-        )
-        for p in found
-    }
-
-
 def test_files_of_one_pipeline_and_of_planned_next_to_measured(tmp_path):
-    _, walked, _ = drawn("zbv", 2)
+    pytest.importorskip("matplotlib")
+    schedule = build("zbv", 3, 2, 4)
+    walked = spans(schedule, Costs.alike(schedule, transfer=0.1))
     rows = [(name, walked, walked) for name in ("1f1b", "zbv")]
     for draw in (
         lambda path: schedule_plot.draw(path, walked, [100.0, 90.0, 80.0], "zbv"),

@@ -47,9 +47,9 @@ def intervals(world, computation, data=None, iterations=10, works=None, **change
     return said
 
 
-def said(computation, data=None, **changes):
+def said(computation, **more):
     return ThreadWorld(len(computation[0])).run(
-        lambda world: intervals(world, computation, data, **changes)
+        lambda world: intervals(world, computation, **more)
     )[0]
 
 
@@ -95,15 +95,10 @@ def test_a_rank_with_longer_documents_is_not_slow():
     computation = [[seconds / taken[1] for seconds in taken]] * 3
     assert computation[0][0] > 1.3
     works = [TokenCounts(0, sum(squares), 16, own * 8 / sum(squares)) for own in squares]
-    assert (
-        ThreadWorld(8).run(lambda world: intervals(world, computation, works=works, **DOCUMENTS))[0]
-        == []
-    )
+    assert said(computation, works=works, **DOCUMENTS) == []
     assert len(said(computation)) == 1
     computation = [[*row[:3], 1.3, *row[4:]] for row in computation]
-    (line,) = ThreadWorld(8).run(
-        lambda world: intervals(world, computation, works=works, **DOCUMENTS)
-    )[0]
+    (line,) = said(computation, works=works, **DOCUMENTS)
     assert line.startswith("slow: rank 3 ")
 
 

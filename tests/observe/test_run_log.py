@@ -12,6 +12,7 @@ from fugaku_megatron.observe.log.run_log import (
     Job,
     RunLog,
 )
+from tests.checks.refusals import assert_refusal, refusals
 from tests.checks.run_logs import (
     history,
     read_log,
@@ -182,33 +183,14 @@ def test_mistakes_are_named(tmp_path):
         _ = Job(values=A100_JOB.values, ranks=9).dp
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("num_layers", "1e400", "num_layers is inf, not int"),
-        ("num_layers", '"4"', "num_layers is '4', not int"),
-        ("num_layers", "null", "num_layers is None, not int"),
-        ("num_layers", "true", "num_layers is True, not int"),
-        ("num_layers", "-4", "--num-layers is -4: pass a number above 0"),
-        ("num_layers", "9" * 31, "--num-layers is a number of 31"),
-        ("hidden_dropout", "{}", "hidden_dropout is {}, not float"),
-        ("hidden_dropout", "1e400", "--hidden-dropout is inf"),
-        ("rampup_batch_size", "8", "rampup_batch_size is 8, not tuple"),
-        ("rampup_batch_size", '["8", 8, 80]', "rampup_batch_size is"),
-        ("world_size", "0", "world_size is 0, not a whole number from 1"),
-        ("nodes", "[1]", r"nodes is \[1\], not a whole number"),
-        ("zero_stage", "4", "--zero-stage is 4"),
-        ("tensor_model_parallel_size", "3", "2 ranks .* are not divisible"),
-    ],
-)
-def test_a_run_line_with_what_no_run_has_is_refused_with_its_file(tmp_path, name, value, message):
+@pytest.mark.parametrize(("_", "field", "line"), refusals("run_line"))
+def test_a_run_line_with_what_no_run_has_is_refused_with_its_file(tmp_path, _, field, line):
+    name, value = field.split(" ", 1)
     at = OUR_LOG.index("run: {")
-    values = json.loads(OUR_LOG[at + len("run: ") : OUR_LOG.index("\n", at)])
-    lines = ", ".join(
-        f"{json.dumps(key)}: {json.dumps(old)}" for key, old in values.items() if key != name
-    )
-    text = (
-        f'{OUR_LOG[:at]}run: {{"{name}": {value}, {lines}}}{OUR_LOG[OUR_LOG.index(chr(10), at) :]}'
-    )
-    with pytest.raises(ValueError, match=f"run.log line 2: the run line is damaged: .*{message}"):
-        read_log(written(tmp_path, text))
+    end = OUR_LOG.index("\n", at)
+    values = json.loads(OUR_LOG[at + len("run: ") : end])
+    others = [f"{json.dumps(key)}: {json.dumps(old)}" for key, old in values.items() if key != name]
+    changed = ", ".join([f'"{name}": {value}', *others])
+    with pytest.raises(ValueError, match="run.log line 2: the run line is damaged: ") as refused:
+        read_log(written(tmp_path, f"{OUR_LOG[:at]}run: {{{changed}}}{OUR_LOG[end:]}"))
+    assert_refusal(str(refused.value), line)

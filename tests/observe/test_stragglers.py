@@ -130,9 +130,8 @@ def test_another_line_is_not_a_record(line):
 
 
 def of_ranks(iteration, computation, tp=1):
-    return Interval(
-        iteration, tp, 1, {"computation": computation, "reductions": [2 - c for c in computation]}
-    )
+    reductions = [2 - seconds for seconds in computation]
+    return Interval(iteration, tp, 1, {"computation": computation, "reductions": reductions})
 
 
 @pytest.fixture

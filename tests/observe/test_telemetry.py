@@ -253,8 +253,7 @@ def test_groups_of_spans():
     for wrong in ("", "default,", "steps"):
         with pytest.raises(ValueError, match="pass default or per_step or profiling or all, or"):
             parse([*WORDS, "--otel-span-groups", wrong])
-    plain = [word for word in WORDS if word != "--otel-enabled"]
-    assert parse([*plain, "--otel-service-name", "x"]).notes[-1] == (
+    assert parse([*PLAIN, "--otel-service-name", "x"]).notes[-1] == (
         "--otel-service-name has no effect without --otel-enabled"
     )
 

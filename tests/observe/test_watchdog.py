@@ -36,6 +36,7 @@ from fugaku_megatron.observe.hang.hang_verdict import (
 from fugaku_megatron.observe.hang.heartbeat import Heartbeat
 from fugaku_megatron.observe.hang.watchdog import OUTSIDE, HangSettings, Watchdog
 from fugaku_megatron.start.exit_codes import ExitCode
+from tests.processes import run_python, write_program
 
 pytestmark = pytest.mark.system
 
@@ -213,29 +214,18 @@ def test_native_frames_are_read_where_a_debugger_is(monkeypatch):
 
 def test_a_debugger_may_write_much_while_it_stops_the_process(tmp_path):
     """More than a pipe holds, which the stopped process cannot read."""
-    debugger = tmp_path / "eu-stack"
-    debugger.write_text("#!/bin/sh\nkill -STOP $2\nseq 100000\nkill -CONT $2\n")
-    debugger.chmod(0o755)
+    write_program(tmp_path / "eu-stack", "#!/bin/sh\nkill -STOP $2\nseq 100000\nkill -CONT $2\n")
     program = (
         "import os, time; from fugaku_megatron.observe.hang import heartbeat; "
         "print(heartbeat.native_stacks(os.getpid(), time.monotonic() + 20).split()[-1])"
     )
-    variables = {
-        **os.environ,
-        "PYTHONPATH": str(PROGRAM.parents[2]),
-        "PATH": f"{tmp_path}:/usr/bin:/bin",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=variables, capture_output=True, text=True, timeout=60
-    )
+    done = run_python("-c", program, PATH=f"{tmp_path}:/usr/bin:/bin")
     assert done.stdout == "100000\n", done.stderr
 
 
 def test_a_debugger_that_takes_long_does_not_keep_the_job(tmp_path):
     """Stop a rank: the debugger's output until then is kept, and the job ends within 15 s."""
-    debugger = tmp_path / "eu-stack"
-    debugger.write_text("#!/bin/sh\necho the first frame\nexec sleep 60\n")
-    debugger.chmod(0o755)
+    write_program(tmp_path / "eu-stack", "#!/bin/sh\necho the first frame\nexec sleep 60\n")
     group = GROUPS["stopped"]
     processes = start(tmp_path, group, path=f"{tmp_path}:/usr/bin:/bin")
     let_hang(processes)
