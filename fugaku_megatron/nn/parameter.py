@@ -109,6 +109,25 @@ def gradient_of(parameter: Tensor) -> Tensor:
     return gradient
 
 
+class GradientMemory(NamedTuple):
+    """A parameter's `main_grad` for the next gradient.
+
+    overwrite: the values are undefined, and the caller must write all of them instead of adding
+    """
+
+    values: Tensor
+    overwrite: bool
+
+
+def take_gradient(parameter: Tensor) -> GradientMemory:
+    """Return the memory to which an unfrozen parameter's gradient is added or, as an iteration's first one, written."""
+    take = getattr(parameter, "take_main_grad", None)
+    if take is None:
+        return GradientMemory(gradient_of(parameter), overwrite=False)
+    memory: GradientMemory = take()
+    return memory
+
+
 def bias_gradient(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else gradient_of(bias)
 
@@ -215,6 +234,13 @@ class _View(Tensor):
     def main_grad(self) -> Tensor | None:
         gradient: Tensor | None = gradient_of(self.parameter)
         return None if gradient is None else self.part_of(gradient).view(self.shape)
+
+    def take_main_grad(self) -> GradientMemory:
+        """Return the memory for a gradient, which may overwrite it if the view has all elements of the parameter."""
+        if self.numel() != self.parameter.numel():
+            return GradientMemory(gradient_of(self), overwrite=False)
+        whole = take_gradient(self.parameter)
+        return whole._replace(values=self.part_of(whole.values).view(self.shape))
 
 
 def derived(

@@ -25,7 +25,7 @@ from ..costs.buckets import FLAT_ALIGNMENT, bucket_ranges
 from ..costs.sizes import round_up
 from ..nn.adapters import FINGERPRINTS, bits_number
 from ..nn.model import VOCABULARY, Stage
-from ..nn.parameter import ModelParameter, Q8Weight, blocks_of, parameters_of
+from ..nn.parameter import GradientMemory, ModelParameter, Q8Weight, blocks_of, parameters_of
 
 PIECE = 1 << 20  # elements initialised at a time
 BATCH = 1 << 24  # elements of frozen weights that are loaded in FP32 before they are quantized
@@ -78,30 +78,44 @@ class Bucket:
 
 
 class Gradients:
-    """FP32 gradients by bucket, allocated with zeros at first use and released by `free`."""
+    """FP32 gradients by bucket. A parameter's first gradient of an iteration overwrites the memory, further ones are added.
+
+    iteration: counts the calls of `begin`
+    """
 
     def __init__(self, buckets: list[Bucket]) -> None:
         self._buckets = buckets
         self._memory: list[Tensor | None] = [None] * len(buckets)
+        self._members: list[list[FlatParameter]] = [[] for _ in buckets]
+        self.iteration = 0
 
-    def of(self, index: int) -> Tensor:
+    def add_member(self, parameter: FlatParameter, index: int) -> None:
+        self._members[index].append(parameter)
+
+    def begin(self, keep_memory: bool) -> None:
+        """Begin an iteration. keep_memory: allocate all memory or keep it, instead of releasing it except for referenced views."""
+        self.iteration += 1
+        if not keep_memory:
+            self._memory = [None] * len(self._buckets)
+            return
+        for index in range(len(self._buckets)):
+            self.memory(index)
+
+    def memory(self, index: int) -> Tensor:
+        """Return a bucket's memory, allocated at first use; its padding is zeros, and parameters that have no gradient yet undefined."""
         memory = self._memory[index]
         if memory is None:
             bucket = self._buckets[index]
-            memory = torch.zeros(bucket.end - bucket.start)
+            memory = torch.empty(bucket.end - bucket.start)
+            memory[sum(p.numel() for p in self._members[index]) :].zero_()
             self._memory[index] = memory
         return memory
 
-    def zero(self) -> None:
-        for index, memory in enumerate(self._memory):
-            if memory is None:
-                self.of(index)
-            else:
-                memory.zero_()
-
-    def free(self) -> None:
-        """Release all memory except for referenced views."""
-        self._memory = [None] * len(self._buckets)
+    def of(self, index: int) -> Tensor:
+        """Return a bucket's gradients, zeros for parameters that have none."""
+        for parameter in self._members[index]:
+            parameter.begin_main_grad()
+        return self.memory(index)
 
     def find(self, tensor: Tensor) -> int | None:
         """Return the flat-buffer element whose gradient is the first of `tensor`, or None."""
@@ -123,12 +137,31 @@ class FlatParameter(ModelParameter):
         self._gradients = gradients
         self._bucket = bucket
         self._start = start
+        self._begun = -1  # the iteration of the last gradient
+        gradients.add_member(self, bucket)
         return self
 
     @property
     def main_grad(self) -> Tensor:
         """FP32 gradients in the parameter's shape, a view that is valid for one iteration."""
-        bucket = self._gradients.of(self._bucket)
+        self.begin_main_grad()
+        return self._view()
+
+    def begin_main_grad(self) -> None:
+        """Set the gradient to zeros if the iteration has none yet."""
+        gradient = self.take_main_grad()
+        if gradient.overwrite:
+            gradient.values.zero_()
+
+    def take_main_grad(self) -> GradientMemory:
+        """Return the memory of `main_grad`; the first call of an iteration obliges the caller to overwrite all of it."""
+        iteration = self._gradients.iteration
+        overwrite = self._begun != iteration
+        self._begun = iteration
+        return GradientMemory(self._view(), overwrite)
+
+    def _view(self) -> Tensor:
+        bucket = self._gradients.memory(self._bucket)
         return bucket[self._start : self._start + self.numel()].view(self.shape)
 
 

@@ -173,10 +173,8 @@ class Optimizer:
         self._reduced = None
         self._norm = None
         self.buckets.begin(microbatches)
-        if microbatches > 1:  # the next forward needs the memory that a backward frees
-            self.flat.gradients.zero()
-        else:
-            self.flat.gradients.free()
+        # With several micro-batches the next forward needs the memory that a backward frees.
+        self.flat.gradients.begin(keep_memory=microbatches > 1)
 
     def _sum_counted(self, values: list[Tensor], measure: Callable[[Tensor], float]) -> float:
         """Sum measure(range) over all ranks' counted elements. Collective."""

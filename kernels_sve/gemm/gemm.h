@@ -386,7 +386,7 @@ struct Gemm {
                 const float* b) {
     const Word* panel = reinterpret_cast<const Word*>(a);
     const bool last = p + deep >= g.k, in_place = sums_in_c(),
-               add = p > 0 || (g.accumulate && !Words::INT8);
+               add = p > 0 || (g.reads_c() && !Words::INT8);
     float* sums = sums_at(i.begin, j.begin, first_col);
     const bool finish = last && (Words::INT8 || !in_place || has_epilogue(g));
     alignas(64) float tile[ROWS * COLUMNS];
@@ -413,7 +413,7 @@ struct Gemm {
                             scales_from(a_scales, i.begin - rows.begin),
                             scales_from(b_scales, j.begin - cols.begin));
         const float* c = static_cast<const float*>(g.c) + i.begin * g.c_row + j.begin;
-        return finish_as(tile, g.accumulate ? c : nullptr, g.c_row, i, j);
+        return finish_as(tile, g.reads_c() ? c : nullptr, g.c_row, i, j);
       }
     }
     if (finish) return finish_as(tile, add ? sums : nullptr, partial_row, i, j);

@@ -35,6 +35,7 @@ struct GemmArgs {
   void* c;
   int64_t c_row;
   bool accumulate;
+  bool overwrite;        // with accumulate: onto zeros in place of C's values, which are not read
   bool random_rounding;  // of A, where in_dtype is int8_of_*: up or down, so that the mean is right
   float* a_sums;         // (m,) += sum over k of A
   // 0: products and sums in float32. Else, of f16 operands and where has_fp16_arithmetic(): every fp16_chunk consecutive
@@ -50,11 +51,14 @@ struct GemmArgs {
   int64_t activation_input_row;
   const void* residual;  // (m, n): C += residual
   int64_t residual_row;
+
+  bool reads_c() const { return accumulate && !overwrite; }
 };
 
 // A matmul of each of `groups` groups of consecutive rows with its own weight; counts[i] rows are in group i, and any of them may be 0.
 // `each`: of the first group, without its number of rows. The weights lie weight_step elements apart. sums: the weights are C, over
-// whose group's rows the sum is (k), and they stay as they are where a group has no rows; else they are B and the rows are C's (m).
+// whose group's rows the sum is (k): of a group without rows C stays as it is, or is zeros with `overwrite`; else they are B and the
+// rows are C's (m).
 struct GroupedGemmArgs {
   GemmArgs each;
   int64_t groups;

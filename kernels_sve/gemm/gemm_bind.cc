@@ -222,7 +222,8 @@ void linear_data_gradient(py::handle grad_object, py::handle weight_object, py::
 
 void linear_weight_gradient(py::handle grad_object, py::handle x_object,
                             py::handle weight_gradient_object, py::handle bias_gradient_object,
-                            int64_t fp16_chunk, bool bf16x3, bool int8, bool stochastic) {
+                            int64_t fp16_chunk, bool bf16x3, bool int8, bool stochastic,
+                            bool overwrite) {
   TensorView grad("grad_output", grad_object), x("x", x_object),
       out("weight_gradient", weight_gradient_object);
   grad.rank(2).floating().last_contiguous();
@@ -232,7 +233,7 @@ void linear_weight_gradient(py::handle grad_object, py::handle x_object,
   GemmArgs args = {};
   args.m = grad.size(1), args.n = x.size(1), args.k = grad.size(0);
   args.in_dtype = factors(grad.dtype(), bf16x3, int8, args.k), args.out_dtype = DType::f32,
-  args.accumulate = true;
+  args.accumulate = true, args.overwrite = overwrite;
   args.fp16_chunk = checked_chunk(fp16_chunk, grad.dtype());
   args.random_rounding = rounds_at_random(stochastic, int8);
   args.a = grad.data(), args.a_row = 1, args.a_col = grad.stride(0);
@@ -306,7 +307,8 @@ void grouped_linear_data_gradient(py::handle grad_object, py::handle weight_obje
 
 void grouped_linear_weight_gradient(py::handle grad_object, py::handle x_object,
                                     py::handle counts_object, py::handle weight_gradient_object,
-                                    int64_t fp16_chunk, bool int8, bool stochastic) {
+                                    int64_t fp16_chunk, bool int8, bool stochastic,
+                                    bool overwrite) {
   TensorView grad("grad_output", grad_object), x("x", x_object),
       out("weight_gradient", weight_gradient_object);
   grad.rank(2).floating().last_contiguous();
@@ -315,7 +317,7 @@ void grouped_linear_weight_gradient(py::handle grad_object, py::handle x_object,
   GemmArgs each = {};
   each.m = grad.size(1), each.n = x.size(1);
   each.in_dtype = factors(grad.dtype(), false, int8, grad.size(0)), each.out_dtype = DType::f32,
-  each.accumulate = true;
+  each.accumulate = true, each.overwrite = overwrite;
   each.fp16_chunk = checked_chunk(fp16_chunk, grad.dtype());
   each.random_rounding = rounds_at_random(stochastic, int8);
   each.a = grad.data(), each.a_row = 1, each.a_col = grad.stride(0);
@@ -431,13 +433,15 @@ FM_BIND(gemm) {
              "bf16x3 and stochastic as in gemm, scales as in linear_forward.");
   module.def("linear_weight_gradient", &linear_weight_gradient, "grad_output"_a, "x"_a,
              "weight_gradient"_a, "bias_gradient"_a = none, "fp16_chunk"_a = 0, "bf16x3"_a = false,
-             "int8"_a = false, "stochastic"_a = false,
+             "int8"_a = false, "stochastic"_a = false, "overwrite"_a = false,
              "weight_gradient (N, K) += grad_output (M, N)^T x (M, K) and bias_gradient (N,) += "
              "column sums of "
              "grad_output, both\n"
              "float32. grad_output and x have one floating dtype; rows may be strided. fp16_chunk "
              "and bf16x3 as in gemm, for the "
-             "matmul.");
+             "matmul.\n"
+             "overwrite: the values of weight_gradient are not read and count as zeros; the bits are "
+             "the same.");
   module.def("grouped_linear_forward", &grouped_linear_forward, "x"_a, "weight"_a, "counts"_a,
              "out"_a, "fp16_chunk"_a = 0, "int8"_a = false, "scales"_a = none,
              "out (M, N) = x (M, K) weight[i]^T for each group i of consecutive rows, counts[i] of "
@@ -452,12 +456,12 @@ FM_BIND(gemm) {
              "grouped_linear_forward.");
   module.def("grouped_linear_weight_gradient", &grouped_linear_weight_gradient, "grad_output"_a,
              "x"_a, "counts"_a, "weight_gradient"_a, "fp16_chunk"_a = 0, "int8"_a = false,
-             "stochastic"_a = false,
+             "stochastic"_a = false, "overwrite"_a = false,
              "weight_gradient[i] (N, K) += grad_output^T x over the rows of group i, in float32; "
              "of a group without rows nothing "
              "is read or\n"
-             "written. grad_output (M, N) and x (M, K) have one floating dtype. Otherwise as "
-             "grouped_linear_forward.");
+             "written, but zeros with overwrite, which is as in linear_weight_gradient. grad_output (M, N) "
+             "and x (M, K) have one floating dtype. Otherwise as grouped_linear_forward.");
   module.def(
       "has_fp16_arithmetic", [] { return kernels().has_fp16_arithmetic(); },
       "Whether the target in use can sum in FP16 (fp16_chunk of gemm). The portable target and the "

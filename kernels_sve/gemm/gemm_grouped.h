@@ -49,13 +49,14 @@ struct GroupWalk {
       first += parts;
       if (++index >= all.groups) return false;
       g = group_gemm(all, index, start);
-      parts = all.counts[index] ? static_cast<int>(cost_of(g) / each) + 1 : 0;
+      const bool writes = all.counts[index] || (all.sums && g.overwrite);
+      parts = writes ? static_cast<int>(cost_of(g) / each) + 1 : 0;
     }
     return true;
   }
 };
 
-// C of every group with rows: see GroupedGemmArgs.
+// See GroupedGemmArgs.
 static void grouped_linear_forward(const GroupedGemmArgs& all) {
   FM_LEAVE_TO_BASE(factors_of(all.each.in_dtype), grouped_linear_forward, all)
   double total = 0;

@@ -107,7 +107,7 @@ double product(const GemmArgs& g, int64_t i, int64_t j) {
 
 // product: of the sum over k.
 void element(const GemmArgs& g, int64_t i, int64_t j, double product) {
-  double v = product + (g.accumulate ? get(g.c, g.out_dtype, i * g.c_row + j) : 0);
+  double v = product + (g.reads_c() ? get(g.c, g.out_dtype, i * g.c_row + j) : 0);
   if (g.bias) v += get(g.bias, g.out_dtype, j);
   if (g.pre) put(g.pre, g.out_dtype, i * g.pre_row + j, float(v));
   if (g.activation_input) {
@@ -145,7 +145,7 @@ void grouped_linear_forward(const GroupedGemmArgs& all) {
           (all.sums ? start * g.b_row : i * all.weight_step) * (g.b_scales ? 1 : in_bytes);
     if (g.b_scales) g.b_scales.at += i * all.scale_step;
     g.c = static_cast<char*>(g.c) + (all.sums ? i * all.weight_step : start * g.c_row) * out_bytes;
-    if (all.counts[i]) gemm(g);
+    if (all.counts[i] || (all.sums && g.overwrite)) gemm(g);
     start += all.counts[i];
   }
 }

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import itertools
+import math
 import re
 
 import pytest
@@ -58,6 +59,15 @@ def linear_forms(x, weight, grad, with_packed=False, make=torch.empty, dtype=Non
     kernels.linear_data_gradient(grad, weight, data, packed=backward, **kind)
     kernels.linear_weight_gradient(grad, x, gradient.fill_(1), bias.fill_(1), **kind)
     return out, data, gradient, bias
+
+
+def assert_overwrites(grad, x, **kind):
+    """Assert that a weight gradient has the same bits over NaN with `overwrite` as added to zeros. kind: as in `packed`"""
+    written = torch.full((grad.shape[1], x.shape[1]), math.nan)
+    added = torch.zeros_like(written)
+    kernels.linear_weight_gradient(grad, x, written, overwrite=True, **kind)
+    kernels.linear_weight_gradient(grad, x, added, **kind)
+    assert_equal((written,), (added,))
 
 
 def having(arithmetic, emulated=False):

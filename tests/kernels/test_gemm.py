@@ -4,6 +4,7 @@ Legend: M rows, N output features, K input features; a weight is (N, K). Sums in
 """
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.kernels.numbers import (
     DTYPES,
     MLP_ACTIVATIONS,
     assert_equal,
+    assert_overwrites,
     having,
     linear_forms,
     packed,
@@ -243,6 +245,24 @@ def grouped_forms(x, weight, grad, counts, make=torch.empty):
     kernels.grouped_linear_data_gradient(grad, weight, counts, data)
     kernels.grouped_linear_weight_gradient(grad, x, counts, gradient)
     return out, data, gradient
+
+
+@pytest.mark.parametrize("rows", [1, 37, 1300])
+def test_a_gradient_that_overwrites_has_the_bits_of_one_added_to_zeros(arithmetic, rows):
+    dtype, kind = arithmetic
+    assert_overwrites(*randoms((rows, 40), (rows, 67), dtype=dtype), **kind)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_groups_that_overwrite_have_the_bits_of_sums(every_target, dtype):
+    for counts in COUNTS:
+        grad, x = randoms((sum(counts), 33), (sum(counts), 70), dtype=dtype)
+        written = torch.full((len(counts), 33, 70), math.nan)
+        added = torch.zeros_like(written)
+        numbers = torch.tensor(counts)
+        kernels.grouped_linear_weight_gradient(grad, x, numbers, written, overwrite=True)
+        kernels.grouped_linear_weight_gradient(grad, x, numbers, added)
+        assert_equal((written,), (added,))
 
 
 def each_group(counts, x, weight, grad, forms):

@@ -11,7 +11,15 @@ import torch
 from torch.testing import assert_close
 
 from fugaku_megatron.host import kernels
-from tests.kernels.numbers import assert_equal, having, linear_forms, packed, random, refuses
+from tests.kernels.numbers import (
+    assert_equal,
+    assert_overwrites,
+    having,
+    linear_forms,
+    packed,
+    random,
+    refuses,
+)
 
 pytestmark = pytest.mark.kernels
 
@@ -112,6 +120,11 @@ def test_views(target, transposed):
     b = half(41, 130, seed=1)
     views = (m.T.contiguous().T if t else m for m, t in zip((a, b), transposed, strict=True))
     assert_close(matmul(*views), by_definition(a, b, CHUNK), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [5, 1030])
+def test_a_gradient_that_overwrites_has_the_bits_of_one_added_to_zeros(target, rows):
+    assert_overwrites(half(rows, 40), half(rows, 67, seed=1), fp16_chunk=CHUNK)
 
 
 def test_a_chunk_overflows_where_its_sum_does(target):

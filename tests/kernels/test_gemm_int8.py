@@ -13,6 +13,7 @@ from fugaku_megatron.host import kernels
 from tests.kernels.numbers import (
     DTYPES,
     assert_equal,
+    assert_overwrites,
     assert_refused,
     linear_forms,
     random,
@@ -161,6 +162,12 @@ def test_groups_have_the_bits_of_single_matmuls(every_target, counts, dtype):
     for i, group in enumerate(torch.arange(rows).split(counts)):
         alone = linear_forms(x[group], weights[i], dy[group], **INT8)
         assert_equal((out[group], dx[group], gradient[i]), alone[:3])
+
+
+@pytest.mark.parametrize("kind", [{}, {"stochastic": True}], ids=str)
+@pytest.mark.parametrize("rows", [3, 4000])
+def test_a_gradient_that_overwrites_has_the_bits_of_one_added_to_zeros(every_target, rows, kind):
+    assert_overwrites(*randoms((rows, 40), (rows, 67)), **INT8, **kind)
 
 
 # Random rounding ---------------------------------------------------------------------------------------------------------------

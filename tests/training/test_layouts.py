@@ -1,7 +1,9 @@
 """Every model trains in every layout as on one rank, and options that only reorder work change no bit."""
 
 import functools
+import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +12,8 @@ import torch
 
 from fugaku_megatron.comm.base import Comm, SoloComm
 from fugaku_megatron.config.run_config import RunConfig
+from fugaku_megatron.nn.parameter import GradientMemory
+from fugaku_megatron.optim.flat import FlatParameter
 from tests import llama_models
 from tests.checks.adapters import ADAPTED_EXPERTS, LORA, QWEN
 from tests.checks.adapters import DELTA_NETS as ADAPTED_DELTA_NETS
@@ -120,6 +124,37 @@ def one_rank(datasets):
         return train(SoloComm(), small_run(**model.flags), datasets[model.data], model.iterations)
 
     return trained
+
+
+@pytest.fixture(autouse=True)
+def undefined_gradients(monkeypatch):
+    """Fill gradients with NaN that are to be overwritten."""
+    monkeypatch.setattr(FlatParameter, "take_main_grad", taken_as(math.nan))
+
+
+def taken_as(value: float, overwrite: bool = True) -> Callable[[FlatParameter], GradientMemory]:
+    """Return `take_main_grad` which fills memory that is to be overwritten. overwrite: False: added to `value`"""
+    take = FlatParameter.take_main_grad
+
+    def taken(self: FlatParameter) -> GradientMemory:
+        memory = take(self)
+        if memory.overwrite:
+            memory.values.fill_(value)
+        return memory._replace(overwrite=memory.overwrite and overwrite)
+
+    return taken
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_first_gradients_are_written_with_the_bits_of_a_sum(name, one_rank, datasets, monkeypatch):
+    model = MODELS[name]
+    monkeypatch.undo()
+    monkeypatch.setattr(FlatParameter, "take_main_grad", taken_as(0.0, overwrite=False))
+    added = train(SoloComm(), small_run(**model.flags), datasets[model.data], model.iterations)
+    written = one_rank(name)
+    assert (added.losses, added.norms) == (written.losses, written.norms)
+    torch.testing.assert_close(added.gradients, written.gradients, rtol=0, atol=0)
+    torch.testing.assert_close(added.weights, written.weights, rtol=0, atol=0)
 
 
 @pytest.fixture(scope="module")

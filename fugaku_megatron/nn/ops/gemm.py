@@ -20,6 +20,7 @@ from ..parameter import (
     gradient_of,
     is_frozen,
     scales_keyword,
+    take_gradient,
 )
 from .backend import Backend
 
@@ -101,11 +102,24 @@ def weight_gradient(
     # Postponed work must not keep the graph below x alive.
     x = x.detach()
     if ops.is_native("gemm"):
-        gradients = (gradient_of(weight), bias_gradient(bias))
-        work = partial(ops.kernels.linear_weight_gradient, dy, x, *gradients, ops.sum_length(dy))
+        work = partial(_native_weight_gradient, ops, dy, x, weight, bias)
     else:
         work = partial(_torch_weight_gradient, dy, x, weight, bias)
     ops.weight_gradients.add(work)
+
+
+def _native_weight_gradient(
+    ops: Backend, dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> None:
+    gradient = take_gradient(weight)
+    ops.kernels.linear_weight_gradient(
+        dy,
+        x,
+        gradient.values,
+        bias_gradient(bias),
+        ops.sum_length(dy),
+        overwrite=gradient.overwrite,
+    )
 
 
 def _torch_weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..parameter import gradient_of, is_frozen, matrix_of, row_groups, scales_keyword
+from ..parameter import is_frozen, matrix_of, row_groups, scales_keyword, take_gradient
 from .backend import Backend
 from .gemm import data_gradient, matmul, outer_sum, weight_gradient
 
@@ -58,15 +58,23 @@ def grouped_weight_gradient(
         return
     if is_frozen(weight):
         return
-    work = partial(
-        ops.kernels.grouped_linear_weight_gradient,
-        dy,
-        x.detach(),
-        torch.tensor(counts),
-        gradient_of(weight).flatten(1, -2),
-        ops.sum_length(dy),
+    ops.weight_gradients.add(
+        partial(_native_weight_gradient, ops, dy, x.detach(), weight, torch.tensor(counts))
     )
-    ops.weight_gradients.add(work)
+
+
+def _native_weight_gradient(
+    ops: Backend, dy: Tensor, x: Tensor, weight: Tensor, counts: Tensor
+) -> None:
+    gradient = take_gradient(weight)
+    ops.kernels.grouped_linear_weight_gradient(
+        dy,
+        x,
+        counts,
+        gradient.values.flatten(1, -2),
+        ops.sum_length(dy),
+        overwrite=gradient.overwrite,
+    )
 
 
 def grouped_outer_sum(ops: Backend, dy: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...comm.autograd import SavedResult, apply_saving
 from ...comm.base import Comm
 from ..backward import WeightGradients
-from ..parameter import gradient_of, is_frozen
+from ..parameter import is_frozen, take_gradient
 from .backend import Backend
 from .gemm import data_gradient, linear, matmul
 
@@ -110,7 +110,10 @@ def _native_head_loss(
             z_total += z_part
             if dlogits is not None:
                 if not is_frozen(weight):
-                    ops.kernels.linear_weight_gradient(dlogits, rows[part], gradient_of(weight))
+                    gradient = take_gradient(weight)
+                    ops.kernels.linear_weight_gradient(
+                        dlogits, rows[part], gradient.values, overwrite=gradient.overwrite
+                    )
                 # The rows are not read again, so that their gradient may overwrite them.
                 data_gradient(ops, dlogits, weight, rows[part])
         if call.z_sum is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...comm.autograd import SavedResult, apply_saving, gather_sequence, reduce_scatter_sequence
 from ...comm.base import Comm
-from ..parameter import as_rows, columns_of, gradient_of, is_frozen, matrix
+from ..parameter import GradientMemory, as_rows, columns_of, is_frozen, matrix, take_gradient
 from .activation import Activation, activate, activation_gradient, as_gates, fused_kernel, kernel
 from .backend import Backend
 from .gemm import data_gradient, matmul, row_count, weight_gradient
@@ -127,9 +127,10 @@ def add_second_weight_gradient(
         return
 
     def work() -> None:
+        gradient = take_gradient(weight2)
         for columns, inner in _column_blocks(pre, weight2.shape[1], whole=False):
             argument = _columns(pre, columns, activation)
-            _add_columns_gradient(ops, dy, argument, inner, weight2, columns, activation)
+            _add_columns_gradient(ops, dy, argument, inner, gradient, columns, activation)
 
     ops.weight_gradients.add(work)
 
@@ -140,10 +141,11 @@ def _overwrite_with_gradient(
     row = activation.row
     packed = ops.packed(weight2, dy.dtype, transposed=True)
     length = ops.sum_length(dy)
+    gradient = None if is_frozen(weight2) else take_gradient(weight2)
     for columns, inner in _column_blocks(pre, weight2.shape[1], whole=packed is not None):
         argument = _columns(pre, columns, activation)
-        if not is_frozen(weight2):
-            _add_columns_gradient(ops, dy, argument, inner, weight2, columns, activation)
+        if gradient is not None:
+            _add_columns_gradient(ops, dy, argument, inner, gradient, columns, activation)
         weight, scales = columns_of(weight2, columns)
         results = (inner,) if row.gated else (argument, argument, row.kernel)
         ops.kernels.linear_data_gradient(
@@ -175,7 +177,7 @@ def _add_columns_gradient(
     dy: Tensor,
     argument: Tensor,
     inner: Tensor,
-    weight2: Tensor,
+    gradient: GradientMemory,
     columns: slice,
     activation: Activation,
 ) -> None:
@@ -184,5 +186,10 @@ def _add_columns_gradient(
         ops.kernels.gate(argument, inner, row.kernel)
     else:
         ops.kernels.activate(argument, None, inner, row.kernel)
-    gradient = gradient_of(weight2)[:, columns]
-    ops.kernels.linear_weight_gradient(dy, inner, gradient, fp16_chunk=ops.sum_length(dy))
+    ops.kernels.linear_weight_gradient(
+        dy,
+        inner,
+        gradient.values[:, columns],
+        fp16_chunk=ops.sum_length(dy),
+        overwrite=gradient.overwrite,
+    )
