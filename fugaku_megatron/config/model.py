@@ -94,8 +94,11 @@ HEAD_SIZE = Requirement(
 )
 ROTARY = Requirement("--position-embedding-type rope or yarn", lambda run: run.model.rotary)
 SCALED_ROPE = Requirement(
-    "--use-rope-scaling or --rope-dynamic-factor",
-    lambda run: run.model.use_rope_scaling or run.model.rope_dynamic_factor is not None,
+    "--use-rope-scaling or --rope-dynamic-factor or --longrope-short-factors",
+    lambda run: run.model.use_rope_scaling or run.model.rope_follows_length,
+)
+LONGROPE = Requirement(
+    "--longrope-short-factors", lambda run: bool(run.model.longrope_short_factors)
 )
 GELU = Requirement("a GELU in the MLP", lambda run: ACTIVATIONS[run.model.activation].gelu)
 
@@ -397,7 +400,7 @@ class ModelConfig(
     )
     rope_scaling_original_max_position_embeddings: int = angle_option(
         8192,
-        "sequence length of the model before --use-rope-scaling or --rope-dynamic-factor",
+        "sequence length of the model before --use-rope-scaling, --rope-dynamic-factor or --longrope-short-factors",
         maximum=2**22,
         needs=SCALED_ROPE,
         megatron=CONSTANT,
@@ -407,6 +410,19 @@ class ModelConfig(
         "is that of the sequence, or of a chat or document with its own positions",
         topic=SCALING,
         needs="position_embedding_type=rope",
+    )
+    longrope_short_factors: tuple[float, ...] = angle_option(
+        (),
+        "LongRoPE: divide the frequency of each rotated pair of elements by its number; sequences, or chats and documents with "
+        "their own positions, that are longer than the original length have --longrope-long-factors instead",
+        topic=SCALING,
+        needs="position_embedding_type=rope",
+    )
+    longrope_long_factors: tuple[float, ...] = angle_option(
+        (), "numbers of LongRoPE beyond the original length", needs=LONGROPE
+    )
+    longrope_attention_factor: float = angle_option(
+        1.0, "LongRoPE multiplies queries and keys by this", needs=LONGROPE
     )
     untie_embeddings_and_output_weights: bool = weight_field(
         False,
@@ -633,6 +649,8 @@ class ModelConfig(
         )
         if yarn:
             self._check_yarn()
+        if self.longrope_short_factors:
+            self._check_longrope()
         check(
             self.rope_dynamic_factor is None or self.rotary_size > 2,
             "--rope-dynamic-factor needs at least 4 rotated elements "
@@ -644,6 +662,15 @@ class ModelConfig(
             f"elements, and --rotary-percent {self.rotary_percent} of a head of {self._rope_width} is {self.rotary_size}: change "
             f"it, or {'--qk-pos-emb-head-dim' if self.multi_latent_attention else '--kv-channels'}",
         )
+
+    def _check_longrope(self) -> None:
+        pairs = self.rotary_size // 2
+        for name in ("longrope_short_factors", "longrope_long_factors"):
+            count = len(getattr(self, name))
+            check(
+                count == pairs,
+                f"{flag(name)} has {count} numbers, and rope rotates {pairs} pairs of elements: pass a number for each",
+            )
 
     def _check_yarn(self) -> None:
         check(
@@ -837,8 +864,16 @@ class ModelConfig(
             use_rope_scaling=False,
             rotary_seq_len_interpolation_factor=None,
             rope_dynamic_factor=None,
+            longrope_short_factors=(),
+            longrope_long_factors=(),
+            longrope_attention_factor=1.0,
         )
         return {GLOBAL: self, LOCAL: local}
+
+    @property
+    def rope_follows_length(self) -> bool:
+        """True if rotary angles depend on the sequence length."""
+        return self.rope_dynamic_factor is not None or bool(self.longrope_short_factors)
 
     @cached_property
     def mlps(self) -> tuple[str | None, ...]:

@@ -167,7 +167,7 @@ class Decoder:
         self._angles: dict[str, Angles] = {
             name: rotary_angles(rope, torch.arange(max(positions)), 0)
             for name, rope in model.ropes.items()
-            if rope.rope_dynamic_factor is None
+            if not rope.rope_follows_length
         }
         self.cache: Cache = {
             layer.layer: layer.self_attention.empty_cache(

@@ -105,7 +105,7 @@ class PackedDocuments:
 
     def angles(self, model: ModelConfig) -> TokenAngles | None:
         """Return angles that depend on document lengths, computed once, or None."""
-        if model.rope_dynamic_factor is None or self.positions is None:
+        if not model.rope_follows_length or self.positions is None:
             return None
         if model not in self._angles:
             self._angles[model] = document_angles(model, self.positions, self.padding)

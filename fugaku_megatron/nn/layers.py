@@ -213,9 +213,7 @@ class Context:
 
     def angles(self, length: int, rope: str) -> Angles:
         """Return rotary angles for at least `length` positions, shared by all layers. rope: as in `LayerKind`"""
-        rows = (
-            max(length, self.model.seq_length) if self.model.rope_dynamic_factor is None else length
-        )
+        rows = length if self.model.rope_follows_length else max(length, self.model.seq_length)
         if rows not in self._tables:
             self._tables.clear()
             self._tables[rows] = {

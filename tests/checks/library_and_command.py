@@ -154,6 +154,7 @@ WITHIN_THE_RUN = set(
     yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int mscale mscale_all_dim
     use_rope_scaling rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor
     rope_scaling_original_max_position_embeddings rope_dynamic_factor
+    longrope_short_factors longrope_long_factors longrope_attention_factor
     untie_embeddings_and_output_weights window_size window_attn_skip_freq window_rotary_base
     no_rope_freq layer_types norm_placement parallel_shared_norm attention_output_gate attn_logit_softcapping
     experimental_attention_variant linear_attention_freq linear_conv_kernel_dim linear_key_head_dim

@@ -35,6 +35,12 @@ pytestmark = pytest.mark.parallel
 
 CHATS_OF_EXPERTS = {**PADDED_CHATS, **EXPERTS}
 DYNAMIC = {"rope_dynamic_factor": 2.0, "rope_scaling_original_max_position_embeddings": 6}
+LONGROPE = {
+    "longrope_short_factors": (1.0, 1.5, 2.0, 2.5),
+    "longrope_long_factors": (4.0, 4.5, 5.0, 5.5),
+    "longrope_attention_factor": 1.2,
+    "rope_scaling_original_max_position_embeddings": 6,
+}
 VARIANTS = {
     "sigmoid": {**CHATS_OF_EXPERTS, **BALANCED, **BIASED},
     "sinkhorn": {**CHATS_OF_EXPERTS, **SINKHORN},
@@ -73,11 +79,25 @@ def test_samples_from_which_nothing_is_predicted(variant, tmp_path, capsys):
     assert not re.search(r"\bnan\b(?! iter)", printed, re.IGNORECASE)
 
 
+# A type of rope_scaling: our flags, and transformers' names.
+LENGTHENED = {
+    "dynamic": (DYNAMIC, {"factor": 2.0}),
+    "longrope": (
+        LONGROPE,
+        {
+            "short_factor": [*LONGROPE["longrope_short_factors"]],
+            "long_factor": [*LONGROPE["longrope_long_factors"]],
+            "attention_factor": 1.2,
+            "original_max_position_embeddings": 6,
+        },
+    ),
+}
 LENGTHS = (3, 14, 6, 9, 2, 7, 12, 5)
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
-def test_dynamic_rope_follows_the_length_of_each_chat(backend, tmp_path):
+@pytest.mark.parametrize("kind", LENGTHENED)
+def test_rope_follows_the_length_of_each_chat(kind, backend, tmp_path):
     """As transformers computes each chat alone."""
     pytest.importorskip("transformers")
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -86,7 +106,7 @@ def test_dynamic_rope_follows_the_length_of_each_chat(backend, tmp_path):
     changes = {
         **FAMILIES["llama"],
         "use_rope_scaling": False,
-        **DYNAMIC,
+        **LENGTHENED[kind][0],
         "rotary_base": 100.0,
         "sft": True,
         "mock_data": False,
@@ -100,7 +120,7 @@ def test_dynamic_rope_follows_the_length_of_each_chat(backend, tmp_path):
     }
     run = small_run(**changes)
     model = theirs("llama")
-    model.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}
+    model.config.rope_parameters = {"rope_type": kind, "rope_theta": 100.0, **LENGTHENED[kind][1]}
     model.config.max_position_embeddings = DYNAMIC["rope_scaling_original_max_position_embeddings"]
     with contextlib.closing(chat_trainer(run, files)) as trainer:
         ours = {p.spec.name: p for p in trainer.optimizer.flat.parameters}

@@ -179,10 +179,9 @@ def _differences(row: Kind, model: ModelConfig) -> Iterator[tuple[str, str]]:
     """Yield (part of the model that llama.cpp lacks, value that llama.cpp has instead, or "")."""
     if model.window is not None:
         yield f"a window of {model.window} tokens", ""
-    if model.use_rope_scaling and not row.scaled:
-        yield "--use-rope-scaling", ""
-    if model.rope_dynamic_factor is not None:
-        yield "--rope-dynamic-factor", ""
+    refused = {"rope_dynamic_factor", "longrope_short_factors"}
+    scalings = refused if row.scaled else {*refused, "use_rope_scaling"}
+    yield from ((flag(name), "") for name in sorted(scalings) if getattr(model, name))
     if row.differences is not None:
         yield from row.differences(model)
     if model.position_embedding_type == YARN:

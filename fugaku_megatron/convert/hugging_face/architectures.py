@@ -552,7 +552,13 @@ ARCHITECTURES = [
     _decoder(
         "Phi3ForCausalLM",
         "phi3",
-        rules=(HEADS, rotary(1.0, ("default",)), window(None), _UNTIED_HEAD, no_padding(32000)),
+        rules=(
+            HEADS,
+            rotary(1.0, ("default", "longrope")),
+            window(None),
+            _UNTIED_HEAD,
+            no_padding(32000),
+        ),
         more=(_LARGER_EPSILON, Field("resid_pdrop", "hidden_dropout", 0.0)),
         only={"embd_pdrop": 0.0},
         places=_places(

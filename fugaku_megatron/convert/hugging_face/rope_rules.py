@@ -26,7 +26,7 @@ from .rules import (
 POSITIONS = "original_max_position_embeddings"
 
 # The types of rope_scaling that ROPE_INIT_FUNCTIONS of transformers' modeling_rope_utils computes: what each has -> ModelConfig's
-# names. Yarn's factor of attention has no name of ours, and the positions of dynamic stand next to rope_scaling.
+# names. The factor of attention of yarn and longrope follows from others, and the positions of dynamic stand next to rope_scaling.
 MAXIMUM = "max_position_embeddings"
 
 ORIGINAL = "rope_scaling_original_max_position_embeddings"
@@ -35,6 +35,11 @@ SCALINGS: dict[str, dict[str, str]] = {
     "default": {},
     "linear": {"factor": "rotary_seq_len_interpolation_factor"},
     "dynamic": {"factor": "rope_dynamic_factor", MAXIMUM: ORIGINAL},
+    "longrope": {
+        "short_factor": "longrope_short_factors",
+        "long_factor": "longrope_long_factors",
+        POSITIONS: ORIGINAL,
+    },
     "llama3": {
         "factor": "rope_scaling_factor",
         "low_freq_factor": "rope_scaling_low_freq_factor",
@@ -147,9 +152,13 @@ def _read_scaling(kind: str, rope: JsonObject, latent: bool) -> JsonObject:
             values[ours] = boolean(rope, name)
         elif name in (POSITIONS, MAXIMUM):
             values[ours] = integer(rope, name)
+        elif kind == "longrope":
+            values[ours] = _read_factors(rope, name)
         else:
             values[ours] = float(number(rope, name, None))
-    if kind == "llama3":
+    if kind == "longrope":
+        values["longrope_attention_factor"] = _longrope_attention_factor(rope)
+    elif kind == "llama3":
         values["use_rope_scaling"] = True
     elif kind == "yarn":
         values |= {
@@ -157,6 +166,26 @@ def _read_scaling(kind: str, rope: JsonObject, latent: bool) -> JsonObject:
             **_read_mscale(rope, values["rotary_scaling_factor"], latent),
         }
     return values
+
+
+def _read_factors(rope: JsonObject, name: str) -> tuple[float, ...]:
+    factors = rope[name]
+    check(
+        isinstance(factors, (list, tuple))
+        and all(type(factor) in (int, float) and factor > 0 for factor in factors),
+        f"{FILE}: {name} of rope_scaling is {factors!r:.60}, not a list of positive numbers",
+    )
+    return tuple(map(float, factors))
+
+
+def _longrope_attention_factor(rope: JsonObject) -> float:
+    """Return the factor of queries and keys as _compute_longrope_parameters of transformers does."""
+    given = number(rope, "attention_factor", None)
+    if given is not None:
+        return float(given)
+    original = integer(rope, POSITIONS)
+    factor = number(rope, "factor", None) or integer(rope, MAXIMUM) / original
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
 def _read_mscale(rope: JsonObject, factor: float, latent: bool) -> JsonObject:
@@ -184,6 +213,7 @@ def _read_mscale(rope: JsonObject, factor: float, latent: bool) -> JsonObject:
 def _write_scaling(model: ModelConfig) -> JsonObject:
     kinds = {
         "yarn": model.position_embedding_type == YARN,
+        "longrope": model.longrope_short_factors,
         "llama3": model.use_rope_scaling,
         "linear": model.rotary_seq_len_interpolation_factor,
         "dynamic": model.rope_dynamic_factor,
@@ -200,6 +230,8 @@ def _write_scaling(model: ModelConfig) -> JsonObject:
         0.0,
     ):  # transformers reads both or neither
         scaling["attention_factor"] = model.yarn_attention_factor
+    elif kind == "longrope":
+        scaling["attention_factor"] = model.longrope_attention_factor
     original = {MAXIMUM: scaling.pop(MAXIMUM)} if MAXIMUM in scaling else {}
     return {"rope_scaling": scaling, **original}
 
@@ -208,7 +240,7 @@ ROTARY = rotary()
 
 
 def _read_latent_rope(config: JsonObject) -> JsonObject:
-    values = _read_rope(config, None, ("default", "yarn"), latent=True)
+    values = _read_rope(config, None, ("default", "yarn", "longrope"), latent=True)
     return {**values, "rope_type": values["position_embedding_type"]}
 
 

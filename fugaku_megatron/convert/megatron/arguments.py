@@ -348,5 +348,5 @@ def _argument(model: ModelConfig, field: Declaration) -> Any:
         found = layer_pattern(field.name, value, model.num_layers)
         return list(map(int, found)) if isinstance(found, tuple) else found
     if isinstance(value, tuple):
-        return list(value) if len(value) > 1 else value[0]
+        return value[0] if len(value) == 1 else list(value)
     return value

@@ -1,4 +1,4 @@
-"""Rotary angles, with linear, Llama 3.1, dynamic NTK and YaRN scaling, also by document."""
+"""Rotary angles, with linear, Llama 3.1, dynamic NTK, YaRN and LongRoPE scaling, also by document."""
 
 from __future__ import annotations
 
@@ -23,25 +23,30 @@ class TokenAngles(NamedTuple):
 # Sources: Su et al. 2021, "RoFormer" (arXiv:2104.09864), section 3.2; Llama 3.1 and dynamic NTK scaling as in
 # _compute_llama3_parameters and _compute_dynamic_ntk_parameters of transformers' modeling_rope_utils; Peng et al. 2023, "YaRN"
 # (arXiv:2309.00071) as in megatron/core/models/common/embeddings/yarn_rotary_pos_embedding.py of Megatron-LM; linear scaling as
-# in its rotary_pos_embedding.py.
+# in its rotary_pos_embedding.py; Ding et al. 2024, "LongRoPE" (arXiv:2402.13753) as in _compute_longrope_parameters of transformers.
 
 
 def frequencies(model: ModelConfig, length: int) -> Tensor:
     """Return the angle per position for each element pair, (rotated elements / 2,) in FP32.
 
     --rope-dynamic-factor raises the base if `length` exceeds the original positions. --use-rope-scaling keeps waves up to (original
-    positions / high factor), lengthens waves from (original positions / low factor) on, and mixes both in between.
+    positions / high factor), lengthens waves from (original positions / low factor) on, and mixes both in between. --longrope-short-factors
+    divide frequencies up to the original positions, --longrope-long-factors in a longer sequence.
     """
     size = model.rotary_size
     if model.position_embedding_type == YARN:
         return yarn_frequencies(model)
     base = model.rotary_base
     if model.rope_dynamic_factor is not None:
-        longer = max(length / model.rope_scaling_original_max_position_embeddings, 1.0)
-        base *= (model.rope_dynamic_factor * longer - (model.rope_dynamic_factor - 1)) ** (
+        ratio = max(length / model.rope_scaling_original_max_position_embeddings, 1.0)
+        base *= (model.rope_dynamic_factor * ratio - (model.rope_dynamic_factor - 1)) ** (
             size / (size - 2)
         )
     plain = 1.0 / base ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+    if model.longrope_short_factors:
+        longer = length > model.rope_scaling_original_max_position_embeddings
+        factors = model.longrope_long_factors if longer else model.longrope_short_factors
+        return plain / torch.tensor(factors)
     if not model.use_rope_scaling:
         return plain
     lengthened = plain / model.rope_scaling_factor
@@ -86,22 +91,22 @@ def rotary_angles(model: ModelConfig, positions: Tensor, length: int) -> Angles:
     """Return (cosines, sines) for positions (s,) in a sequence of `length`, each (s, rotated elements / 2) in FP32.
 
     model: a value of `ModelConfig.ropes`.
-    Both include the factor on queries and keys, YaRN's or from --attention-multiplier.
+    Both include the factor on queries and keys, of YaRN, of LongRoPE or from --attention-multiplier.
     """
     angles = torch.outer(
         positions.float() / (model.rotary_seq_len_interpolation_factor or 1.0),
         frequencies(model, length),
     )
-    factor = model.yarn_attention_factor
+    factor = model.yarn_attention_factor * model.longrope_attention_factor
     if model.attention_multiplier is not None:
-        factor = float((model.attention_multiplier * model.kv_channels**0.5) ** 0.5)
+        factor *= float((model.attention_multiplier * model.kv_channels**0.5) ** 0.5)
     sines = angles.sin()
     cosines = angles.cos_()
     return (cosines, sines) if factor == 1.0 else (cosines.mul_(factor), sines.mul_(factor))
 
 
 def document_angles(model: ModelConfig, positions: Tensor, padding: Tensor | None) -> TokenAngles:
-    """Return the angles of tokens by document length, for --rope-dynamic-factor.
+    """Return the angles of tokens by document length, for angles that depend on it.
 
     positions: int32 (s, b), position 0 of each sample being 0.
     padding: bool (s, b), tokens that do not lengthen their document and whose angles are not read.
@@ -117,7 +122,9 @@ def document_angles(model: ModelConfig, positions: Tensor, padding: Tensor | Non
     )
     longest = int(lengths.max())
     original = model.rope_scaling_original_max_position_embeddings
-    lengths.masked_fill_(lengths <= original, 0)  # of one base
+    if model.longrope_short_factors:
+        lengths.masked_fill_(lengths > original, longest)
+    lengths.masked_fill_(lengths <= original, 0)  # which share their frequencies
     tables = []
     firsts = torch.zeros(longest + 1, dtype=torch.int64)
     rows = 0
