@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import MISSING, replace
 
-from .fields import FieldValues, declarations, named, of_topic
+from .fields import FieldValues, as_tuples, declarations, named, of_topic
 from .layer_kinds import LAYERS
 from .model import ModelConfig
 from .rows import ACTIVATIONS, COUNTED, ROPE, YARN
@@ -91,4 +91,4 @@ def with_block(saved: FieldValues) -> FieldValues:
         before["openai_gelu"] = True  # older programs computed the tanh form
     if {"hidden_size", "num_attention_heads"} <= saved.keys():
         before["kv_channels"] = saved["hidden_size"] // saved["num_attention_heads"]
-    return {**before, **saved}
+    return {**before, **as_tuples(saved)}
