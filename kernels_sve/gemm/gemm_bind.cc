@@ -431,17 +431,14 @@ FM_BIND(gemm) {
              "out. activation: f as in activate. dtypes and strides as in\n"
              "linear_forward. packed: the weight from pack_weight(transposed=True). fp16_chunk and "
              "bf16x3 and stochastic as in gemm, scales as in linear_forward.");
-  module.def("linear_weight_gradient", &linear_weight_gradient, "grad_output"_a, "x"_a,
-             "weight_gradient"_a, "bias_gradient"_a = none, "fp16_chunk"_a = 0, "bf16x3"_a = false,
-             "int8"_a = false, "stochastic"_a = false, "overwrite"_a = false,
-             "weight_gradient (N, K) += grad_output (M, N)^T x (M, K) and bias_gradient (N,) += "
-             "column sums of "
-             "grad_output, both\n"
-             "float32. grad_output and x have one floating dtype; rows may be strided. fp16_chunk "
-             "and bf16x3 as in gemm, for the "
-             "matmul.\n"
-             "overwrite: the values of weight_gradient are not read and count as zeros; the bits are "
-             "the same.");
+  module.def(
+      "linear_weight_gradient", &linear_weight_gradient, "grad_output"_a, "x"_a,
+      "weight_gradient"_a, "bias_gradient"_a = none, "fp16_chunk"_a = 0, "bf16x3"_a = false,
+      "int8"_a = false, "stochastic"_a = false, "overwrite"_a = false,
+      "weight_gradient (N, K) += grad_output (M, N)^T x (M, K) and bias_gradient (N,) += column\n"
+      "sums of grad_output, both float32. grad_output and x have one floating dtype; rows may be\n"
+      "strided. fp16_chunk and bf16x3 as in gemm, for the matmul. overwrite: weight_gradient\n"
+      "counts as zeros and is not read; the bits are the same.");
   module.def("grouped_linear_forward", &grouped_linear_forward, "x"_a, "weight"_a, "counts"_a,
              "out"_a, "fp16_chunk"_a = 0, "int8"_a = false, "scales"_a = none,
              "out (M, N) = x (M, K) weight[i]^T for each group i of consecutive rows, counts[i] of "
@@ -457,11 +454,10 @@ FM_BIND(gemm) {
   module.def("grouped_linear_weight_gradient", &grouped_linear_weight_gradient, "grad_output"_a,
              "x"_a, "counts"_a, "weight_gradient"_a, "fp16_chunk"_a = 0, "int8"_a = false,
              "stochastic"_a = false, "overwrite"_a = false,
-             "weight_gradient[i] (N, K) += grad_output^T x over the rows of group i, in float32; "
-             "of a group without rows nothing "
-             "is read or\n"
-             "written, but zeros with overwrite, which is as in linear_weight_gradient. grad_output (M, N) "
-             "and x (M, K) have one floating dtype. Otherwise as grouped_linear_forward.");
+             "weight_gradient[i] (N, K) += grad_output^T x over the rows of group i, in float32.\n"
+             "A group without rows stays as it is, or is zeros with overwrite, which is as in\n"
+             "linear_weight_gradient. grad_output (M, N) and x (M, K) have one floating dtype.\n"
+             "Otherwise as grouped_linear_forward.");
   module.def(
       "has_fp16_arithmetic", [] { return kernels().has_fp16_arithmetic(); },
       "Whether the target in use can sum in FP16 (fp16_chunk of gemm). The portable target and the "
