@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from fugaku_megatron.checkpoint.manifest import read_manifest
 from fugaku_megatron.comm.base import SoloComm
 from fugaku_megatron.config.architecture import architecture
+from fugaku_megatron.config.fields import as_tuples
 from fugaku_megatron.config.run_config import saved_run
 from fugaku_megatron.convert.hugging_face.config_json import read_config
 from fugaku_megatron.convert.hugging_face.conversion import open_hugging_face
@@ -92,7 +93,7 @@ def test_there_and_back_every_byte_is_the_same(converted):
 
 def test_the_same_logits_and_flags_that_make_the_model(converted):
     assert_same_logits(converted.model, converted.ours, LENGTH)
-    saved = read_manifest(converted.ours, 0)["config"]["model"]
+    saved = as_tuples(read_manifest(converted.ours, 0)["config"]["model"])
     model = model_of_flags(converted.ours)
     assert all(
         saved[name] == value for name, value in architecture(model).items()
