@@ -67,7 +67,7 @@ def test_every_type_of_rope_scaling_is_computed_and_comes_back(tmp_path, family,
     rope = {"rope_theta": 10000.0, **TYPES[kind]}
     heads = {
         "StableLm": {"partial_rotary_factor": 0.5},
-        "Phi3": {"hidden_size": 96},  # four heads
+        "Phi3": {"num_attention_heads": 2},  # of 24 elements each
     }.get(family, {"head_dim": 24})
     model = randomized(
         decoder(family, rope_parameters=rope, max_position_embeddings=LENGTH, **heads)
@@ -81,7 +81,11 @@ def test_every_type_of_rope_scaling_is_computed_and_comes_back(tmp_path, family,
     )
     tokens = torch.arange(3 * LENGTH).remainder(VOCABULARY)[None]
     with torch.no_grad():
-        torch.testing.assert_close(again(tokens).logits, theirs(tokens).logits, rtol=0, atol=5e-6)
+        # Phi-3 comes back as Llama, whose matmuls of queries, keys and values are apart.
+        tolerance = 5e-6 if family == "Phi3" else 1e-6
+        torch.testing.assert_close(
+            again(tokens).logits, theirs(tokens).logits, rtol=0, atol=tolerance
+        )
     assert again.config.rope_parameters["rope_type"] == rope["rope_type"]
 
 
