@@ -12,7 +12,6 @@ from fugaku_megatron.config.rows import ACTIVATIONS, NORMS, ActivationPart, Norm
 from fugaku_megatron.costs.mixers import MixerCosts
 from fugaku_megatron.costs.records import MatmulCollectives
 from fugaku_megatron.nn.layers import ColumnParallelLinear, Context, Norm, RowParallelLinear
-from fugaku_megatron.nn.ops.activation import Functions
 from fugaku_megatron.nn.parameter import accumulate
 from fugaku_megatron.optim.optimizer import ElementUpdate
 from fugaku_megatron.pipeline.instruction_lists import with_messages
@@ -21,20 +20,13 @@ from fugaku_megatron.pipeline.schedule import Schedule
 from fugaku_megatron.pipeline.schedule_names import SCHEDULES, ScheduleRow
 
 
-def _gate_gradient(dy: Tensor, pre: Tensor) -> Tensor:
-    with torch.enable_grad():
-        leaf = pre.detach().requires_grad_()
-        (gradient,) = torch.autograd.grad(GATE.value(leaf), leaf, dy)
-    return gradient
-
-
-def _gate(pre: Tensor) -> Tensor:
+def gate(pre: Tensor) -> Tensor:
     gates, values = pre.chunk(2, -1)
     return gates * torch.sigmoid(gates) * values
 
 
-GATE = Functions(_gate, _gate_gradient)
-SQUARE = Functions(lambda x: F.relu(x) ** 2, lambda dy, x: dy * 2 * F.relu(x))
+def square(pre: Tensor) -> Tensor:
+    return F.relu(pre) ** 2
 
 
 def _normalized(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -123,8 +115,8 @@ def all_forwards_first(schedule: Schedule, stage: int) -> list[Instruction]:
 
 
 ROWS = [
-    (ACTIVATIONS, "gate", ActivationPart(functions=f"{__name__}:GATE", gated=True)),
-    (ACTIVATIONS, "square", ActivationPart(functions=f"{__name__}:SQUARE")),
+    (ACTIVATIONS, "gate", ActivationPart(function=f"{__name__}:gate", gated=True)),
+    (ACTIVATIONS, "square", ActivationPart(function=f"{__name__}:square")),
     (NORMS, "RMS", NormPart(layer=f"{__name__}:RootMeanSquare", vectors=1, statistics=1)),
     (
         MIXERS,

@@ -86,17 +86,17 @@ NORM_PLACEMENTS = {
 class ActivationPart(NamedTuple):
     """An activation between an MLP's two matmuls.
 
-    functions: "module:name", a `nn.ops.activation.Functions` imported when a stage is built
+    function: "module:name", imported when a stage is built: (pre-activation, settings, parameters) -> value (rows, f), by torch
     gated: the first matmul has two outputs, gates and the values that they multiply
     kernel: name in the C++ kernels; None: torch computes the activation, also between C++ matmuls
     flag: field that selects the activation; None: --activation-func selects it by name
     gelu: True for a GELU, which the MLP has without a flag
     yaml: value of activation_func in Megatron-LM's YAML files
-    settings: fields whose values the functions take
+    settings: fields whose values the function takes
     parameters: scalars that each layer trains, and the value at which they start
     """
 
-    functions: str
+    function: str
     gated: bool = False
     kernel: str | None = None
     flag: str | None = None
@@ -111,33 +111,33 @@ _FUNCTIONS = "fugaku_megatron.nn.ops.activation"
 XIELU = {"alpha_p": 0.8, "alpha_n": 0.3}
 ACTIVATIONS = {
     "swiglu": ActivationPart(
-        functions=f"{_FUNCTIONS}:SWIGLU", gated=True, kernel="silu", flag="swiglu", yaml="swiglu"
+        function=f"{_FUNCTIONS}:swiglu", gated=True, kernel="silu", flag="swiglu", yaml="swiglu"
     ),
     "geglu": ActivationPart(
-        functions=f"{_FUNCTIONS}:GEGLU", gated=True, kernel="gelu", flag="geglu"
+        function=f"{_FUNCTIONS}:geglu", gated=True, kernel="gelu", flag="geglu"
     ),
     "quick_geglu": ActivationPart(
-        functions=f"{_FUNCTIONS}:QUICK_GEGLU",
+        function=f"{_FUNCTIONS}:quick_geglu",
         gated=True,
         flag="quick_geglu",
         settings=("activation_func_clamp_value", "glu_linear_offset"),
     ),
     "xielu": ActivationPart(
-        functions=f"{_FUNCTIONS}:XIELU",
+        function=f"{_FUNCTIONS}:xielu",
         flag="xielu",
         parameters={name: math.log(math.expm1(start)) for name, start in XIELU.items()},
     ),
     "squared_relu": ActivationPart(
-        functions=f"{_FUNCTIONS}:SQUARED_RELU",
+        function=f"{_FUNCTIONS}:squared_relu",
         kernel="squared_relu",
         flag="squared_relu",
         yaml="squaredrelu",
     ),
     "gelu": ActivationPart(
-        functions=f"{_FUNCTIONS}:GELU", kernel="gelu", flag="openai_gelu", gelu=True
+        function=f"{_FUNCTIONS}:gelu", kernel="gelu", flag="openai_gelu", gelu=True
     ),
     "gelu_exact": ActivationPart(
-        functions=f"{_FUNCTIONS}:GELU_EXACT",
+        function="torch.nn.functional:gelu",
         kernel="gelu_exact",
         flag="no_bias_gelu_fusion",
         gelu=True,

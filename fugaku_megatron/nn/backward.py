@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..comm.autograd import Function, Gradients, apply_saving
+from ..comm.autograd import Function, Gradients, Saved, apply_saving
+from .parameter import accumulate
 
 
 def backward(y: Tensor, dy: Tensor | None) -> None:
@@ -70,6 +71,35 @@ def recompute(
         "autograd would drop the function's gradients"
     )
     return _Recompute.apply(function, again or function, x, *args)
+
+
+def by_autograd(
+    function: Callable[..., Any],
+    tensors: Sequence[Tensor | None],
+    parameters: Sequence[Tensor] = (),
+) -> Any:
+    """Return function(*tensors, *parameters), a tensor or a tuple; its backward calls the function again and takes autograd's gradients.
+
+    parameters: their gradients are accumulated in FP32
+    """
+
+    def forward() -> tuple[Any, Saved]:
+        return function(*tensors, *parameters), tuple(tensors)
+
+    def backward(*arguments: Any) -> Gradients:
+        count = len(arguments) - len(tensors)
+        leaves = [None if x is None else x.detach().requires_grad_() for x in arguments[count:]]
+        weights = [weight.detach().float().requires_grad_() for weight in parameters]
+        with torch.enable_grad():
+            results = function(*leaves, *weights)
+        wanted = [x for x in (*leaves, *weights) if x is not None]
+        found = iter(torch.autograd.grad(results, wanted, arguments[:count]))
+        gradients = [None if x is None else next(found) for x in leaves]
+        for weight, gradient in zip(parameters, found, strict=True):
+            accumulate(weight, gradient)
+        return tuple(gradients)
+
+    return apply_saving(forward, backward, *tensors, *parameters)
 
 
 @contextmanager

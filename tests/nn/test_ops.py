@@ -109,7 +109,7 @@ OPERATIONS = {  # (with ops, in plain torch, shapes of inputs, shapes of weights
         [(H,)],
         1,
     ),
-    "gelu": (lambda o, x: Activation("gelu").functions.value(x), plain_gelu, [X], [], 1),
+    "gelu": (lambda o, x: Activation("gelu").value(x), plain_gelu, [X], [], 1),
     "add bias": (lambda o, *a: add_bias(*a), torch.add, [X], [(H,)], 1),
     "mlp": (
         lambda o, x, *w: o.mlp(x, MLPWeights(*w)),

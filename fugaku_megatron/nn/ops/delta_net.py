@@ -9,9 +9,8 @@ r rows of generation; qkv as in `DeltaHeads`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +18,10 @@ from torch.nn import functional as F
 
 from ...comm.autograd import Gradients, Saved, SavedResult, apply_saving
 from ...costs.delta_net import CHUNK
-from ..parameter import accumulate, as_rows, vector_gradient
+from ..backward import by_autograd
+from ..parameter import vector_gradient
 from .backend import Backend
-from .norm import normalized
+from .norm import torch_rms_norm
 
 L2_EPSILON = 1e-6
 
@@ -63,22 +63,11 @@ def delta_gates(
     alpha, beta: (s, b, value_heads). a_log, dt_bias: parameters (value_heads).
     """
 
-    def forward() -> tuple[tuple[Tensor, Tensor], Saved]:
+    def gates(alpha: Tensor, beta: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
         decay = -a_log.float().exp() * F.softplus(alpha.float() + dt_bias.float())
-        strength = torch.sigmoid(beta.float())
-        return (decay, strength), (alpha, decay, strength)
+        return decay, torch.sigmoid(beta.float())
 
-    def backward(
-        ddecay: Tensor, dstrength: Tensor, alpha: Tensor, decay: Tensor, strength: Tensor
-    ) -> Gradients:
-        slope = -a_log.float().exp() * torch.sigmoid(alpha.float() + dt_bias.float())
-        dalpha = ddecay * slope
-        accumulate(a_log, as_rows(ddecay * decay).sum(0))
-        accumulate(dt_bias, as_rows(dalpha).sum(0))
-        dbeta = dstrength * strength * (1 - strength)
-        return dalpha.to(alpha.dtype), dbeta.to(alpha.dtype)
-
-    return DeltaGates(*apply_saving(forward, backward, alpha, beta, a_log, dt_bias))
+    return DeltaGates(*by_autograd(gates, (alpha, beta), (a_log, dt_bias)))
 
 
 def gated_delta_rule(
@@ -125,35 +114,6 @@ def _unit(x: Tensor) -> Tensor:
     """Return x (..., d) divided by its length, in FP32."""
     x = x.float()
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPSILON)
-
-
-def _recomputed(
-    function: Callable[..., Any],
-    tensors: Sequence[Tensor | None],
-    parameters: Sequence[Tensor] = (),
-) -> Any:
-    """Return function(*tensors, *parameters), a tensor or a tuple; its backward calls the function again under autograd.
-
-    The gradients of parameters are accumulated in FP32.
-    """
-
-    def forward() -> tuple[Any, Saved]:
-        return function(*tensors, *parameters), tuple(tensors)
-
-    def backward(*arguments: Any) -> Gradients:
-        count = len(arguments) - len(tensors)
-        leaves = [None if x is None else x.detach().requires_grad_() for x in arguments[count:]]
-        weights = [weight.detach().float().requires_grad_() for weight in parameters]
-        with torch.enable_grad():
-            results = function(*leaves, *weights)
-        wanted = [x for x in (*leaves, *weights) if x is not None]
-        found = iter(torch.autograd.grad(results, wanted, arguments[:count]))
-        gradients = [None if x is None else next(found) for x in leaves]
-        for weight, gradient in zip(parameters, found, strict=True):
-            accumulate(weight, gradient)
-        return tuple(gradients)
-
-    return apply_saving(forward, backward, *tensors, *parameters)
 
 
 def _chunk_rule(
@@ -212,7 +172,7 @@ def _torch_rule(
     chunks = zip(*(x.split(CHUNK) for x in (qkv, *gates)))
     for number, chunk in enumerate(chunks):
         rule = partial(_chunk_rule, heads=heads, starts=starts, first=number * CHUNK)
-        result, state = _recomputed(rule, (*chunk, state))
+        result, state = by_autograd(rule, (*chunk, state))
         results.append(result)
     return torch.cat(results), state
 
@@ -267,7 +227,7 @@ def causal_convolution(
             total = _convolve(_taps(x, weight.shape[1], starts, earlier), weight)
             return F.silu(total).to(x.dtype)
 
-        return _recomputed(convolve, (x, earlier), (weight,))  # type: ignore[no-any-return]
+        return by_autograd(convolve, (x, earlier), (weight,))  # type: ignore[no-any-return]
     kernels = ops.kernels
 
     def forward() -> SavedResult:
@@ -344,10 +304,10 @@ def gated_rms_norm(ops: Backend, x: Tensor, gate: Tensor, weight: Tensor, epsilo
     if not ops.is_native("rowwise"):
 
         def norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-            y, _ = normalized(x.float(), weight.float(), epsilon)
+            y = torch_rms_norm(x.float(), weight.float(), epsilon)
             return (y * F.silu(gate.float())).to(x.dtype)
 
-        return _recomputed(norm, (x, gate), (weight,))  # type: ignore[no-any-return]
+        return by_autograd(norm, (x, gate), (weight,))  # type: ignore[no-any-return]
     kernels = ops.kernels
 
     def forward() -> SavedResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ...comm.autograd import Gradients, Saved, SavedResult, apply_saving
 from ...comm.base import Comm
+from ..backward import by_autograd
 from ..dropout_key import Dropout
 from ..parameter import accumulate, as_rows, bias_gradient, vector_gradient
 from .backend import Backend
@@ -43,17 +45,8 @@ def norm(ops: Backend, x: Tensor, call: NormArguments) -> Tensor:
     weight, bias, epsilon = call
     if bias is not None:
         return torch_layer_norm(x, weight, bias, epsilon)
-
-    def forward() -> SavedResult:
-        y, rstd = normalized(x, weight, epsilon)
-        return y, (x, rstd)
-
-    def backward(dy: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
-        dx, dweight = norm_gradients(dy, x, rstd, weight)
-        accumulate(weight, dweight)
-        return dx
-
-    return apply_saving(forward, backward, x, weight)
+    formula = partial(torch_rms_norm, epsilon=epsilon)
+    return by_autograd(formula, (x,), (weight,))  # type: ignore[no-any-return]
 
 
 def _native_norm(kernels: Any, x: Tensor, call: NormArguments) -> Tensor:
@@ -99,19 +92,10 @@ def torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: fl
     return apply_saving(forward, backward, x, weight, bias)
 
 
-def normalized(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Return the RMS norm of x (..., h), and the reciprocal root mean squares (..., 1) in FP32."""
+def torch_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Return the RMS norm of x (..., h), without a backward of its own."""
     rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + epsilon)
-    return (x * rstd * weight).to(x.dtype), rstd
-
-
-def norm_gradients(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x (..., h), and of weight (h) in FP32."""
-    unit = x.float() * rstd
-    dy = dy.float()
-    scaled = dy * weight
-    dx = rstd * (scaled - unit * (scaled * unit).mean(-1, keepdim=True))
-    return dx.to(x.dtype), as_rows(dy * unit).sum(0)
+    return (x * rstd * weight).to(x.dtype)
 
 
 def sharded_rms_norm(

@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...comm.autograd import Gradients, SavedResult, apply_conjugates, apply_saving
+from ...comm.autograd import apply_conjugates
 from ..attention.heads import Heads
+from ..backward import by_autograd
 
 
 def split_gate(projected: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
@@ -36,13 +37,7 @@ def split_gate(projected: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
 def gated(context: Tensor, gates: Tensor) -> Tensor:
     """Return context * sigmoid(gates), (s, b, n d), computed in FP32."""
 
-    def forward() -> SavedResult:
-        return (context * torch.sigmoid(gates.float())).to(context.dtype), (context, gates)
+    def formula(context: Tensor, gates: Tensor) -> Tensor:
+        return (context * torch.sigmoid(gates.float())).to(context.dtype)
 
-    def backward(dout: Tensor, context: Tensor, gates: Tensor) -> Gradients:
-        sigmoid = torch.sigmoid(gates.float())
-        scaled = dout * sigmoid
-        dgates = scaled * context * (1.0 - sigmoid)
-        return scaled.to(context.dtype), dgates.to(gates.dtype)
-
-    return apply_saving(forward, backward, context, gates)
+    return by_autograd(formula, (context, gates))  # type: ignore[no-any-return]

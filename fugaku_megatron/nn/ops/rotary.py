@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ...comm.autograd import SavedResult, apply_conjugates, apply_saving
 from ..attention.heads import Angles, Heads
-from ..parameter import accumulate, vector_gradient
+from ..backward import by_autograd
+from ..parameter import vector_gradient
 from .backend import Backend
-from .norm import norm_gradients, normalized
+from .norm import torch_rms_norm
 
 
 class HeadNorms(NamedTuple):
@@ -127,26 +128,14 @@ def _heads(qkv: Tensor, call: Rotary) -> Tensor:
 
 
 def _torch_rotary_norm(qkv: Tensor, call: Rotary, norm: HeadNorms) -> Tensor:
-    def forward() -> SavedResult:
-        x = qkv.contiguous()
-        out = x.clone()
-        for part, weight in zip(call.heads.split(out)[:2], norm[:2], strict=True):
-            part.copy_(_rotated(normalized(part, weight, norm.epsilon)[0], call))
-        return out, (x,)
+    def formula(qkv: Tensor, q_weight: Tensor, k_weight: Tensor) -> Tensor:
+        queries, keys, values = call.heads.split(qkv)
+        queries = _rotated(torch_rms_norm(queries, q_weight, norm.epsilon), call)
+        keys = _rotated(torch_rms_norm(keys, k_weight, norm.epsilon), call)
+        each = (x.flatten(3) for x in (queries, keys, values))
+        return torch.cat((*each,), 3).flatten(2)
 
-    def backward(dout: Tensor, saved: Tensor) -> Tensor:
-        dqkv = dout.clone(memory_format=torch.contiguous_format)
-        gradients = call.heads.split(dqkv)[:2]
-        inputs = call.heads.split(saved)[:2]
-        for dy, x, weight in zip(gradients, inputs, norm[:2], strict=True):
-            # The root mean squares are cheaper to recompute than to save.
-            _, rstd = normalized(x, weight, norm.epsilon)
-            dx, dweight = norm_gradients(_rotated(dy, call, inverse=True), x, rstd, weight)
-            accumulate(weight, dweight)
-            dy.copy_(dx)
-        return dqkv
-
-    return apply_saving(forward, backward, qkv)
+    return by_autograd(formula, (qkv,), norm[:2])  # type: ignore[no-any-return]
 
 
 def _rotated(x: Tensor, call: Rotary, inverse: bool = False) -> Tensor:
