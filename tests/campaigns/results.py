@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fugaku_megatron.cli.parser import Parser
 from tests.campaigns import reliability_page
 
 Record = dict[str, Any]  # an outcome
 
 
-def parser(campaign: str, description: str | None, count: int) -> Parser:
-    made = Parser(prog=f"python -m tests.campaigns.{campaign}", description=description)
-    made.add_argument("--count", type=int, default=count, help="faults (default: %(default)s)")
+def positive(text: str) -> int:
+    """Read a flag's number, at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return number
+
+
+def share(text: str) -> float:
+    """Read a flag's number from 0 to 1."""
+    number = float(text)
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1")
+    return number
+
+
+def bare_parser(campaign: str, description: str | None) -> argparse.ArgumentParser:
+    """Return a parser without flags, which ends the program with one line for a mistake."""
+    return argparse.ArgumentParser(
+        prog=f"python -m tests.campaigns.{campaign}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def parser(campaign: str, description: str | None, count: int) -> argparse.ArgumentParser:
+    """Return a parser of the flags that campaigns share."""
+    made = bare_parser(campaign, description)
+    made.add_argument("--count", type=positive, default=count, help="faults (default: %(default)s)")
     made.add_argument("--seed", type=int, default=1)
     made.add_argument("--first", type=int, default=0, help="number of the first fault")
     made.add_argument("--results", type=Path, metavar="FILE", help="outcomes, one a line")

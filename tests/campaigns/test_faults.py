@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from tests.campaigns import reliability_page
+from tests.campaigns import reliability_page, results
 from tests.campaigns.faults import jobs, report
 from tests.campaigns.faults.trial import Outcome
 from tests.campaigns.results import Results, revision
@@ -25,6 +25,17 @@ def test_a_campaign_goes_on_where_it_was_stopped(tmp_path):
     resumed.add(0, asdict(Outcome(0, "kill", "TP 2")))
     assert [each["kind"] for each in Results(path, 7).of(range(3))] == ["kill", "stop"]
     assert Results(path, 8).missing([1]) == [1]
+
+
+@pytest.mark.parametrize("words", ["--count 0", "--count x", "--coun 3", "--first"])
+def test_a_mistake_is_one_line(words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        results.parser("faults", None, count=1).parse_args(words.split())
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith("python -m tests.campaigns.faults: error: ")
+    )
 
 
 def test_iterations_that_are_done_again_are_counted():

@@ -175,6 +175,7 @@ def test_another_openmp_runtime_is_no_obstacle(tmp_path, runtime):
     assert run(sys.executable, "train.py", cwd=tmp_path, **threads)[0] == PRODUCT
 
 
+@pytest.mark.full  # the compiler works for a minute
 def test_compiled_code_calls_the_operators_with_outputs(tmp_path):
     text = (
         "layer = torch.nn.Linear(128, 128)\n"

@@ -130,7 +130,7 @@ def main() -> int:
     """Return 1 if anything was lost, different, unnamed or a traceback."""
     made = results.parser("faults", __doc__, count=100)
     made.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS))
-    made.add_argument("--workers", type=int, default=1, help="faults tried at a time")
+    made.add_argument("--workers", type=results.positive, default=1, help="faults tried at a time")
     options = made.parse_args()
     chosen = usable(options.only)
     end = options.first + options.count

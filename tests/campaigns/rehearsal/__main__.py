@@ -16,7 +16,6 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from fugaku_megatron.cli.parser import Parser
 from fugaku_megatron.host.machine import cpu_model
 from fugaku_megatron.observe.log.effective_time import EffectiveTime, effective_time
 from fugaku_megatron.planner import fault_costs
@@ -39,7 +38,7 @@ from fugaku_megatron.planner.fault_model import (
 from fugaku_megatron.planner.fault_simulation import RUNS, STUDENT, Simulated, simulate
 from fugaku_megatron.text.numbers import duration_text
 from fugaku_megatron.text.table import pipe_table
-from tests.campaigns import reliability_page
+from tests.campaigns import reliability_page, results
 from tests.campaigns.faults import jobs
 from tests.campaigns.rehearsal.job import Disturbed
 
@@ -57,10 +56,14 @@ CAUSES = {
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(prog="python -m tests.campaigns.rehearsal", description=__doc__)
-    made.add_argument("--count", type=int, default=200, help="faults (default: %(default)s)")
+    made = results.bare_parser("rehearsal", __doc__)
+    made.add_argument(
+        "--count", type=results.positive, default=200, help="faults (default: %(default)s)"
+    )
     made.add_argument("--seed", type=int, default=1)
-    made.add_argument("--calibrate", type=int, default=12, help="faults while costs are measured")
+    made.add_argument(
+        "--calibrate", type=results.positive, default=12, help="faults while costs are measured"
+    )
     made.add_argument(
         "--mtbf-seconds",
         type=float,
@@ -74,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--stops",
-        type=float,
+        type=results.share,
         default=0.1,
         help="share of faults that stop a rank, which then hangs",
     )
