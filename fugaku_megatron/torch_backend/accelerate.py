@@ -128,14 +128,18 @@ def _delta_rules(model: nn.Module) -> Outcome:
 
 
 def _trl(model: nn.Module) -> Outcome:
+    name = "trl's log-probabilities"
     file = trl_head.MODULE
-    undo = []
-    if hasattr(sys.modules.get(file), "_ChunkedLogProbFunction"):
-        undo = [
-            _replace_shared(file, "_ChunkedLogProbFunction", trl_head.LogProbFunction),
-            _replace_shared(file, "_use_triton", partial(partial, trl_head.leaves_out_rows)),
-        ]
-    return Outcome(undo, "trl's log-probabilities", set())
+    found = getattr(sys.modules.get(file), "_ChunkedLogProbFunction", None)
+    if found is None:
+        return Outcome([], name, set())
+    if not trl_head.is_known(getattr(found, "original", found)):
+        return Outcome([], name, {name})
+    undo = [
+        _replace_shared(file, "_ChunkedLogProbFunction", trl_head.LogProbFunction),
+        _replace_shared(file, "_use_triton", partial(partial, trl_head.leaves_out_rows)),
+    ]
+    return Outcome(undo, name, set())
 
 
 SEAMS = (_attention, _norms, _delta_rules, _experts, _output_layers, _trl)

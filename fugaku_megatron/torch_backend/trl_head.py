@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -11,6 +12,16 @@ from .linear_loss import Call, Head, row_losses
 from .served import compute_dtype, is_served
 
 MODULE = "trl.trainer.utils"
+# What trl's function takes since 1.16, after autograd's context.
+PARAMETERS = (
+    "hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs"
+).split()
+
+
+def is_known(function: Any) -> bool:
+    """Return whether trl's autograd function has the parameters that ours has."""
+    _, *names = inspect.signature(function.forward).parameters
+    return names == PARAMETERS
 
 
 class LogProbFunction:

@@ -2,13 +2,14 @@
 
 import copy
 import sys
+import types
 from functools import partial
 
 import pytest
 import torch
 
 import fugaku_megatron as fm
-from fugaku_megatron.torch_backend import attention_interface
+from fugaku_megatron.torch_backend import attention_interface, trl_head
 from fugaku_megatron.torch_backend.accelerate import accelerate, restore
 from fugaku_megatron.torch_backend.linear_loss import Call, Head, row_losses
 from fugaku_megatron.torch_backend.logits import LazyLogits, lazy_linear
@@ -244,6 +245,19 @@ def test_parts_that_are_left():
     model.lm_head = torch.nn.Sequential(model.lm_head)
     model.model.norm.forward = lambda x: x
     assert line_of(model).endswith("left output layer Sequential")
+
+
+def test_an_older_trl_keeps_its_function(monkeypatch):
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, last_hidden, weight, targets, temperature, chunk_size):
+            raise NotImplementedError
+
+    older = types.ModuleType(trl_head.MODULE)
+    older._ChunkedLogProbFunction = Function
+    monkeypatch.setitem(sys.modules, trl_head.MODULE, older)
+    assert line_of(model_of("llama")).endswith("left trl's log-probabilities")
+    assert older._ChunkedLogProbFunction is Function
 
 
 def test_probabilities_of_eager_attention():
