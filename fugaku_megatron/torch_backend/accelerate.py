@@ -24,6 +24,7 @@ from . import (
 )
 
 UNDO = "_fugaku_undo"
+OLDEST = "4.57"  # of the versions of transformers whose models were compared
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -151,10 +152,16 @@ def accelerate(model: Model, say: Callable[[str], object] | None = None) -> Mode
     Functions of modeling files and of trl are shared: they are replaced for all models, until a model is restored.
 
     say: receives the line on replaced and other parts instead of standard error
-    Raise ValueError if no part is a model of transformers.
+    Raise ValueError if no part is a model of transformers, or for an old version of it.
     """
-    if not any(_models(model)):
+    parts = list(_models(model))
+    if not parts:
         raise ValueError(f"accelerate: {type(model).__name__} contains no model of transformers")
+    if not hasattr(parts[0], "_can_set_attn_implementation"):
+        version = sys.modules["transformers"].__version__
+        raise ValueError(
+            f"accelerate: transformers {version} is too old: install {OLDEST} or newer"
+        )
     restore(model)
     transformers_names.register()
     outcomes = [seam(model) for seam in SEAMS]

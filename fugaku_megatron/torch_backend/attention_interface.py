@@ -20,10 +20,12 @@ Attend = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def register() -> None:
-    """Add the implementation to transformers."""
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-    from transformers.modeling_utils import AttentionInterface
-
+    """Add the implementation to transformers, if it is 4.53 or newer."""
+    try:
+        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+        from transformers.modeling_utils import AttentionInterface
+    except ImportError:
+        return
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
 

@@ -22,9 +22,11 @@ SWIGLU = Activation("swiglu")
 
 
 def register() -> None:
-    """Add the implementation to transformers."""
-    from transformers.integrations.moe import ExpertsInterface
-
+    """Add the implementation to transformers, if it is 5.0 or newer."""
+    try:
+        from transformers.integrations.moe import ExpertsInterface
+    except ImportError:
+        return
     ExpertsInterface.register(NAME, experts_forward)
 
 

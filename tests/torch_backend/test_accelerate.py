@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fugaku_megatron as fm
-from fugaku_megatron.torch_backend import attention_interface, trl_head
+from fugaku_megatron.torch_backend import attention_interface, transformers_names, trl_head
 from fugaku_megatron.torch_backend.accelerate import accelerate, restore
 from fugaku_megatron.torch_backend.linear_loss import Call, Head, row_losses
 from fugaku_megatron.torch_backend.logits import LazyLogits, lazy_linear
@@ -271,6 +271,23 @@ def test_probabilities_of_eager_attention():
 def test_refuses_other_models():
     with pytest.raises(ValueError, match="accelerate: Linear contains no model of transformers"):
         accelerate(torch.nn.Linear(2, 2))
+
+
+def test_refuses_an_old_transformers(monkeypatch):
+    import transformers
+
+    model = model_of("llama")
+    monkeypatch.delattr(transformers.PreTrainedModel, "_can_set_attn_implementation")
+    monkeypatch.setattr(transformers, "__version__", "4.53.3")
+    with pytest.raises(ValueError, match="transformers 4.53.3 is too old: install 4.57 or newer$"):
+        accelerate(model)
+    assert "forward" not in vars(model.lm_head)
+
+
+@pytest.mark.parametrize("missing", ["transformers.integrations.moe", "transformers.masking_utils"])
+def test_a_transformers_without_a_seam_keeps_its_own(missing, monkeypatch):
+    monkeypatch.setitem(sys.modules, missing, None)
+    transformers_names.register()
 
 
 def test_names_without_accelerate():
