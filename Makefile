@@ -222,12 +222,14 @@ test-openmpi: setup $(STAMPS)/test-packages $(STAMPS)/openmpi
 	$(PYTEST) -m "mpi and not (slow or full)" --mpi openmpi
 
 # A version that cannot be downloaded is left out, with a line that says why (exit status 3 of tools/other_torch.py).
-# The same library as for the tests of .venv's torch: the arena in torch's allocator, the OpenMP runtime, files, kernels, training.
+# The same library as for the tests of .venv's torch: the arena in torch's allocator, the OpenMP runtime, files, kernels, training;
+# the backend's library is compiled for each.
 test-torch: TORCH_TESTS := \
     tests/host/test_allocator.py::test_few_addresses_are_enough_to_go_on \
     tests/packaging/test_setup.py::test_a_process_has_one_openmp_runtime \
     tests/checkpoint/test_tensor_files.py tests/kernels/test_gate.py tests/kernels/test_adamw.py \
-    tests/training/test_layouts.py tests/cli/test_ranks.py -m "smoke or unit or kernels or (system and not mpi)"
+    tests/training/test_layouts.py tests/cli/test_ranks.py \
+    tests/torch_backend/test_matmul.py tests/torch_backend/test_attention.py tests/torch_backend/test_adamw.py -m "smoke or unit or kernels or (system and not mpi)"
 test-torch-full: TORCH_TESTS := -m "(unit or kernels or smoke) and not (slow or docs or full)"
 # ONE_TORCH=1: one of them, chosen by the commit.
 test-torch test-torch-full: TORCHES := $(if $(ONE_TORCH),$(word $(shell echo $$(($(COMMIT) % $(words $(OTHER_TORCH)) + 1))),$(OTHER_TORCH)),$(OTHER_TORCH))

@@ -84,6 +84,7 @@ def test_addmm(b, shape, factors, dtype):
     compare(lambda: torch.addmm(added, other, right, **factors))
 
 
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="torch 2.9 has none")
 @DTYPES
 @pytest.mark.parametrize("b", [rows, columns])
 @pytest.mark.parametrize("ends", [[7, 7, 40], [0, 24, 32]], ids=str)

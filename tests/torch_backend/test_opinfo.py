@@ -301,6 +301,8 @@ def test_the_table_has_what_op_db_has(sampled, info):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_values_and_derivatives(sampled, info, dtype, layout):
     draw = info.reference_inputs if layout == "contiguous" else info.sample_inputs
+    if layout == "empty" and "attention" in info.name and torch.__version__.startswith("2.9."):
+        pytest.skip("torch 2.9's attention divides by the number of heads, which is 0")
     served = {}
     with counting(served):
         for sample in draw("cpu", dtype, requires_grad=True):
